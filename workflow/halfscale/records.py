@@ -1,0 +1,195 @@
+"""Run files: written once and whole, read only when they are what the plan asks for.
+
+A run leaves ``trace.parquet``, a row a step, and ``run.json``, which says what was run, how it
+ended and which trace belongs to it. ``run.json`` carries a checksum of its own content and of the
+trace, so a truncated, foreign or hand-edited file is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from halfscale.plan import RunSpec, canonical_json
+from halfscale.sources import file_digest
+
+Outcome = Literal["ok", "diverged", "stuck", "stalled", "out-of-memory", "failed"]
+
+TRACE_SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),  # 0 for the first step
+        ("loss", pa.float32()),  # unscaled, before the step is taken
+        ("scale", pa.float64()),  # the factor the loss of this step was multiplied with
+        ("overflow", pa.bool_()),  # some gradient came out Inf or NaN
+        ("applied", pa.bool_()),  # the optimizer step was taken
+        ("grad_norm", pa.float64()),  # L2 norm of all unscaled parameter gradients
+        ("headroom", pa.float64()),  # bits: log2(65504 / largest scaled parameter gradient)
+        ("seconds", pa.float64()),  # wall time of the step
+    ]
+)
+
+
+class RecordError(RuntimeError):
+    """A run file is missing, damaged or belongs to something else; the message names it."""
+
+
+class RunRecord(BaseModel):
+    """The content of ``run.json``.
+
+    Attributes:
+        spec: The specification that was run.
+        digest: Its digest.
+        outcome: How the run ended, see the table of outcomes in the README; ``stalled`` is never
+            stored, since only the comparison with the fp32 control can tell it.
+        error: The error's text, or None.
+        steps_done: Rows of the trace.
+        skipped_steps: Steps the optimizer did not take.
+        final_scale: The scale after the last step; None where nothing was scaled.
+        seconds: Wall time of all steps.
+        environment: What computed the run: torch, device name, arithmetic, threads.
+        trace_sha256: The SHA-256 of ``trace.parquet``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec: RunSpec
+    digest: str
+    outcome: Outcome
+    error: str | None
+    steps_done: int
+    skipped_steps: int
+    final_scale: float | None
+    seconds: float
+    environment: dict[str, str | int]
+    trace_sha256: str
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file beside ``path``, then put it in place in one step.
+
+    After a crash or on a full disk ``path`` holds either the old content or the new, never a part.
+
+    Raises:
+        OSError: If the file cannot be written; the temporary file is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write strict JSON atomically.
+
+    Raises:
+        ValueError: If a number is NaN or infinite.
+    """
+    write_text(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_run(folder: Path, trace: Mapping[str, list[Any]], **record: Any) -> RunRecord:
+    """Write ``trace.parquet``, then ``run.json`` with the checksums that tie them together.
+
+    Args:
+        folder: The run's folder, made if need be.
+        trace: The columns of `TRACE_SCHEMA`, of equal length.
+        record: The fields of `RunRecord` that cannot be derived.
+    """
+    table = pa.table(dict(trace), schema=TRACE_SCHEMA)
+    path = folder / "trace.parquet"
+    write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+    complete = RunRecord(
+        digest=record["spec"].digest,
+        steps_done=table.num_rows,
+        skipped_steps=table.num_rows - sum(trace["applied"]),
+        seconds=math.fsum(trace["seconds"]),
+        trace_sha256=file_digest(path),
+        **record,
+    )
+    content = complete.model_dump()
+    write_json(folder / "run.json", {**content, "checksum": _checksum(content)})
+    return complete
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+
+
+def read_run(results: Path, spec: RunSpec) -> tuple[RunRecord, pa.Table]:
+    """Read one run and check that it is the one the plan asks for, whole and untouched.
+
+    Raises:
+        RecordError: Naming the file, what is wrong with it and the command that mends it.
+    """
+    folder = results / spec.folder
+    path = folder / "run.json"
+    record = _read_record(path, folder)
+    if record.digest != spec.digest or record.spec != spec:
+        _refuse(
+            path,
+            folder,
+            f"is the result of another specification ({record.digest}, not {spec.digest})",
+        )
+    trace_path = folder / "trace.parquet"
+    try:
+        if file_digest(trace_path) != record.trace_sha256:
+            _refuse(trace_path, folder, "is not the trace that its run.json was written with")
+        trace = pq.read_table(trace_path, schema=TRACE_SCHEMA)
+    except FileNotFoundError:
+        _refuse(trace_path, folder, "is missing")
+    except pa.ArrowException as error:
+        _refuse(trace_path, folder, f"cannot be read: {error}")
+    return record, trace
+
+
+def _read_record(path: Path, folder: Path) -> RunRecord:
+    try:
+        content = json.loads(path.read_bytes())
+        checksum = content.pop("checksum")
+        record = RunRecord.model_validate(content)
+    except FileNotFoundError:
+        _refuse(path, folder, "is missing")
+    except (ValueError, KeyError, AttributeError, TypeError, ValidationError):
+        _refuse(path, folder, "is truncated or no run record")
+    if _checksum(record.model_dump()) != checksum:
+        _refuse(path, folder, "was edited after it was written")
+    return record
+
+
+def _refuse(path: Path, folder: Path, reason: str) -> NoReturn:
+    raise RecordError(
+        f"{path} {reason}. Mend it: remove the folder and run the same command again: "
+        f"rm -r {folder}"
+    ) from None

@@ -1,0 +1,199 @@
+"""One run: train a workload under one arm from one seed, and record every step."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+
+from halfscale.plan import RunSpec
+from halfscale.precision import autocast, describe_arithmetic
+from halfscale.records import TRACE_SCHEMA, Outcome, RunRecord, write_run
+from halfscale.workloads import Workload, build_workload
+
+LARGEST_FP16 = 65504.0
+
+Trace = dict[str, list[Any]]
+
+
+class _Ended(Exception):
+    """The training cannot go on: an outcome, not an error of halfscale."""
+
+    def __init__(self, outcome: Outcome, error: str) -> None:
+        super().__init__(error)
+        self.outcome = outcome
+
+
+def train(spec: RunSpec, folder: Path, progress: Callable[[str], None] = print) -> RunRecord:
+    """Train one run and write its trace and record.
+
+    Training that diverges, gets stuck, runs out of memory or raises inside the workload is a result
+    with that outcome; only an error of halfscale or of the disk raises.
+
+    Args:
+        spec: What to run.
+        folder: Where ``trace.parquet`` and ``run.json`` go.
+        progress: Is given one line at about every tenth of the steps.
+
+    Raises:
+        OSError: If the files cannot be written.
+    """
+    _make_deterministic(spec)
+    trace: Trace = {name: [] for name in TRACE_SCHEMA.names}
+    scaler = _build_scaler(spec)
+    outcome: Outcome
+    try:
+        outcome, error = _run_steps(spec, scaler, trace, progress), None
+    except _Ended as ended:
+        outcome, error = ended.outcome, str(ended)
+    return write_run(
+        folder,
+        trace,
+        spec=spec,
+        outcome=outcome,
+        error=error,
+        final_scale=scaler.get_scale() if scaler.is_enabled() else None,
+        environment=_environment(spec),
+    )
+
+
+def _run_steps(
+    spec: RunSpec, scaler: GradScaler, trace: Trace, progress: Callable[[str], None]
+) -> Outcome:
+    with _workload_code("building the workload"):
+        workload = build_workload(spec.workload, spec.seed, spec.device, dict(spec.parameters))
+    applied_steps = _count_applied_steps(workload.optimizer)
+    every = max(1, spec.steps // 10)
+    for step in range(spec.steps):
+        row = _train_step(spec, workload, scaler, applied_steps, step)
+        for name, value in row.items():
+            trace[name].append(value)
+        if (step + 1) % every == 0 or step + 1 == spec.steps:
+            progress(
+                f"step {step + 1}/{spec.steps}  loss {row['loss']:.6g}  scale {row['scale']:g}"
+                f"  skipped {step + 1 - applied_steps[0]}"
+            )
+        if not math.isfinite(row["loss"]):
+            raise _Ended("diverged", f"the loss became {row['loss']} in step {step}")
+    largest = torch.stack(torch._foreach_norm(list(workload.model.parameters()), math.inf))
+    if not bool(torch.isfinite(largest).all()):
+        raise _Ended("diverged", "a parameter is not finite after the last step")
+    return _stuck_or_ok(trace["applied"])
+
+
+def _stuck_or_ok(applied: list[bool]) -> Outcome:
+    """A run is stuck if its last half or more was nothing but skipped steps."""
+    still_skipping = next((i for i, taken in enumerate(reversed(applied)) if taken), len(applied))
+    return "stuck" if 2 * still_skipping >= len(applied) else "ok"
+
+
+def _train_step(
+    spec: RunSpec, workload: Workload, scaler: GradScaler, applied_steps: list[int], step: int
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    scale = scaler.get_scale()
+    taken_before = applied_steps[0]
+    with _workload_code(f"step {step}"):
+        workload.optimizer.zero_grad(set_to_none=True)
+        batch = next(workload.batches)
+        with autocast(spec.precision, spec.device):
+            loss = workload.loss(workload.model, batch)
+        scaler.scale(loss).backward()
+    gradients = [p.grad for p in workload.model.parameters() if p.grad is not None]
+    if not gradients:
+        raise _Ended("failed", "no parameter of the model received a gradient")
+    scaler.unscale_(workload.optimizer)
+    # One transfer from the device for all figures of the step.
+    figures = torch.stack(
+        [
+            loss.detach().float(),
+            torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))),
+            torch.stack(torch._foreach_norm(gradients, math.inf)).max(),
+        ]
+    ).tolist()
+    with _workload_code(f"the optimizer in step {step}"):
+        scaler.step(workload.optimizer)
+    scaler.update()
+    loss_value, grad_norm, largest = figures
+    applied = applied_steps[0] > taken_before
+    return {
+        "step": step,
+        "loss": loss_value,
+        "scale": scale,
+        # With scaling a step is skipped exactly on an overflow; without, it is taken all the same.
+        "overflow": not applied if scaler.is_enabled() else not math.isfinite(largest),
+        "applied": applied,
+        "grad_norm": grad_norm,
+        "headroom": _headroom(largest * scale),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _headroom(largest: float) -> float:
+    """log2(65504 / largest), in bits; -inf for a gradient of Inf or NaN, inf for one of zero."""
+    if not math.isfinite(largest):
+        return -math.inf
+    return math.log2(LARGEST_FP16 / largest) if largest else math.inf
+
+
+def _build_scaler(spec: RunSpec) -> GradScaler:
+    parameters = spec.scaler.model_dump() if spec.scaler else {}
+    return GradScaler(spec.device, enabled=spec.scaler is not None, **parameters)
+
+
+def _count_applied_steps(optimizer: torch.optim.Optimizer) -> list[int]:
+    """A counter that the optimizer itself raises, so that skipped steps are seen, not inferred."""
+    count = [0]
+
+    def raise_count(*_: object) -> None:
+        count[0] += 1
+
+    optimizer.register_step_post_hook(raise_count)
+    return count
+
+
+@contextmanager
+def _workload_code(doing: str) -> Iterator[None]:
+    """Turn what the workload's own code raises into an outcome."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise _Ended("out-of-memory", f"{doing}: {error or 'out of memory'}") from error
+    except Exception as error:
+        outcome: Outcome = "failed"
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            outcome = "out-of-memory"
+        raise _Ended(outcome, f"{doing}: {type(error).__name__}: {error}") from error
+
+
+def _make_deterministic(spec: RunSpec) -> None:
+    """Let nothing but the specification decide a number."""
+    # cuBLAS reads this once, when CUDA is initialised.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(spec.threads)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # The fp32 control is to compute in fp32.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _environment(spec: RunSpec) -> dict[str, str | int]:
+    on_gpu = spec.device == "cuda"
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "arithmetic": describe_arithmetic(spec.precision, spec.device),
+        "threads": spec.threads,
+        "source": spec.source,
+    }

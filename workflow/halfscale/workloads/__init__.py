@@ -1,0 +1,40 @@
+"""Workloads: one file each, found by its name.
+
+A file has one function ``build(seed, device, *, ...)`` that returns a `Workload`. Its keyword-only
+parameters, with literal defaults, are the keys that ``config.yaml`` accepts for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one training needs, built from a seed.
+
+    Attributes:
+        model: The model, its parameters in fp32 on the run's device.
+        optimizer: The optimizer over the model's parameters.
+        batches: An endless iterator over batches on the device, in an order fixed by the seed.
+        loss: ``loss(model, batch)`` gives the scalar loss; it is called under autocast.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[Any]
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+def build_workload(name: str, seed: int, device: str, parameters: dict[str, Any]) -> Workload:
+    """Build a workload; the same arguments give the same initial weights and batch order."""
+    # Weights are drawn on the CPU, so that every device starts from the same ones.
+    torch.manual_seed(seed)
+    module = import_module(f"halfscale.workloads.{name}")
+    workload: Workload = module.build(seed, device, **parameters)
+    return workload
