@@ -1,0 +1,301 @@
+"""Which configuration should be recommended? One pure function over the table of runs.
+
+The rule, as the report prints it, is `RULE`. Intervals are paired over seeds: every configuration
+meets the same initial weights and batch order, so the difference to another one is taken seed by
+seed before anything is averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from halfscale.plan import ScalerParameters
+
+FAMILY_ERROR = 0.04
+MINIMUM_SEEDS = 5
+RESAMPLES = 9999
+
+RULE = (
+    "A configuration with any outcome other than ok, on any seed of any workload, is rejected.",
+    "Per workload the target is the fp32 control's median final loss plus 5 % of its median drop. "
+    "Counted are the steps until the smoothed loss reaches it, skipped steps included; a run that "
+    "never reaches it enters the comparison with one step more than it had, the least it can need, "
+    "and is shown as not having reached.",
+    "Each run is divided by the fp32 control of its own seed; workloads are combined by geometric "
+    "mean.",
+    "The best configuration is the one with the smallest geometric mean over seeds. Another one is "
+    "told apart from it if the interval of their paired difference excludes zero: bootstrap "
+    "standard error over seeds, Student's t quantile, 4 % shared among all pairs of "
+    f"configurations. With fewer than {MINIMUM_SEEDS} seeds nothing is told apart. One that "
+    "reached a workload's target on no seed where the best reached it on all is told apart too. "
+    "The best and those not told apart from it form the winning set.",
+    "Inside the winning set the fewest skipped steps decide, then the nearest to PyTorch's "
+    "defaults.",
+    "If every configuration is in the winning set there is no measurable difference: keep the "
+    "default, or what is nearest to it.",
+)
+
+Kind = Literal["winner", "no measurable difference", "single", "no winner"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its confidence limits, on the scale of the values given."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def exp(self) -> Interval:
+        """The same on the scale of ratios."""
+        return Interval(*(_exp(x) for x in (self.estimate, self.low, self.high)))
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Score:
+    """How one configuration did, over all workloads and seeds.
+
+    Attributes:
+        ratio: Steps to the target against the fp32 control, geometric mean; 95 % interval.
+        against_best: The same against the best configuration; the interval that decides.
+        reached: Runs that reached their target.
+        runs: Runs in all.
+        skipped_steps: Mean number of skipped steps a run.
+    """
+
+    ratio: Interval
+    against_best: Interval
+    reached: int
+    runs: int
+    skipped_steps: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer and what it stands on.
+
+    Attributes:
+        kind: Whether there is a winner, no measurable difference, one configuration, or none.
+        recommended: The configuration to use, or None.
+        winning_set: The configurations that cannot be told from the best, best first.
+        deciding_step: Which part of the rule chose the recommended one.
+        rejected: Reason by configuration.
+        scores: By configuration, for those not rejected.
+        identical: Groups of configurations whose runs are bit-identical.
+        sentence: The answer in one sentence.
+    """
+
+    kind: Kind
+    recommended: str | None
+    deciding_step: str
+    sentence: str
+    winning_set: list[str] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, Score] = field(default_factory=dict)
+    identical: list[list[str]] = field(default_factory=list)
+
+
+def paired_interval(differences: np.ndarray, error: float = 0.05) -> Interval:
+    """The mean of paired differences with its two-sided interval.
+
+    The half-width is a Student t quantile times the bootstrap standard error, corrected for the
+    bootstrap's use of 1/n (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"); the
+    plain percentile interval is far too short for five seeds.
+
+    Args:
+        differences: One finite value a seed, shape (seeds,).
+        error: The share of intervals that may miss the truth.
+    """
+    estimate, seeds = float(differences.mean()), len(differences)
+    if seeds < 2:
+        return Interval(estimate, -math.inf, math.inf)
+    if np.ptp(differences) == 0.0:
+        return Interval(estimate, estimate, estimate)
+    resampled = stats.bootstrap(
+        (differences,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    standard_error = float(resampled.standard_error) * math.sqrt(seeds / (seeds - 1))
+    half = float(stats.t.ppf(1 - error / 2, seeds - 1)) * standard_error
+    return Interval(estimate, estimate - half, estimate + half)
+
+
+def decide(runs: pd.DataFrame, configurations: Mapping[str, ScalerParameters]) -> Verdict:
+    """Apply the rule.
+
+    Args:
+        runs: One row a run, controls included: ``workload``, ``configuration``, ``seed``,
+            ``outcome``, ``error``, ``steps``, ``steps_to_target`` (inf: not reached),
+            ``skipped_steps``, ``curve`` (a digest of the training curve).
+        configurations: Parameters by name.
+    """
+    fp32 = runs[runs["configuration"] == "fp32"]
+    rejected = _reject(runs, configurations)
+    candidates = [name for name in sorted(configurations) if name not in rejected]
+    identical = _identical(runs, sorted(configurations))
+    if not (fp32["outcome"] == "ok").all():
+        bad = fp32[fp32["outcome"] != "ok"].iloc[0]
+        reason = f"the fp32 control itself ended as {bad['outcome']} on {bad['workload']}"
+        return _no_winner(reason, rejected, identical)
+    if not candidates:
+        reason = f"all {len(configurations)} configurations were rejected"
+        return _no_winner(reason, rejected, identical)
+    logs = {name: _log_ratios(runs, name) for name in candidates}
+    by_distance = sorted(candidates, key=lambda name: _distance(configurations[name]))
+    best = min(by_distance, key=lambda name: float(logs[name].mean()))
+    scores = _scores(runs, logs, best)
+    told_apart = {name for name in candidates if _is_worse(runs, name, best, scores, logs)}
+    winning = sorted(set(candidates) - told_apart, key=lambda name: scores[name].ratio.estimate)
+    kind, recommended, step = _choose(winning, configurations, scores, len(rejected))
+    return Verdict(
+        kind=kind,
+        recommended=recommended,
+        deciding_step=step,
+        sentence=_sentence(kind, recommended, step, winning, configurations, scores),
+        winning_set=winning,
+        rejected=rejected,
+        scores=scores,
+        identical=identical,
+    )
+
+
+def _no_winner(reason: str, rejected: dict[str, str], identical: list[list[str]]) -> Verdict:
+    return Verdict(
+        kind="no winner",
+        recommended=None,
+        deciding_step="rejection",
+        sentence=f"No winner: {reason}.",
+        rejected=rejected,
+        identical=identical,
+    )
+
+
+def _reject(runs: pd.DataFrame, names: Mapping[str, object]) -> dict[str, str]:
+    rejected = {}
+    for name in sorted(names):
+        mine = runs[runs["configuration"] == name]
+        bad = mine[mine["outcome"] != "ok"]
+        if len(bad):
+            first = bad.iloc[0]
+            text = f": {first['error']}" if isinstance(first["error"], str) else ""
+            rejected[name] = (
+                f"{first['outcome']} on {first['workload']}, seed {first['seed']}{text} "
+                f"({len(bad)} of {len(mine)} runs not ok)"
+            )
+    return rejected
+
+
+def _log_ratios(runs: pd.DataFrame, name: str) -> pd.Series:
+    """Per seed: mean over workloads of log(steps to target / the fp32 control's)."""
+    least = np.minimum(runs["steps_to_target"], runs["steps"] + 1)
+    table = runs.assign(least=least)
+    table = table[table["configuration"].isin([name, "fp32"])]
+    wide = table.pivot(index=["workload", "seed"], columns="configuration", values="least")
+    return np.log(wide[name] / wide["fp32"]).groupby("seed").mean()
+
+
+def _scores(runs: pd.DataFrame, logs: Mapping[str, pd.Series], best: str) -> dict[str, Score]:
+    pairs = max(1, len(logs) * (len(logs) - 1) // 2)
+    scores = {}
+    for name, log in logs.items():
+        mine = runs[runs["configuration"] == name]
+        scores[name] = Score(
+            ratio=paired_interval(log.to_numpy()).exp(),
+            against_best=paired_interval((log - logs[best]).to_numpy(), FAMILY_ERROR / pairs).exp(),
+            reached=int(np.isfinite(mine["steps_to_target"]).sum()),
+            runs=len(mine),
+            skipped_steps=float(mine["skipped_steps"].mean()),
+        )
+    return scores
+
+
+def _is_worse(
+    runs: pd.DataFrame,
+    name: str,
+    best: str,
+    scores: Mapping[str, Score],
+    logs: Mapping[str, pd.Series],
+) -> bool:
+    if len(logs[best]) < MINIMUM_SEEDS:
+        return False
+    if scores[name].against_best.low > 1.0:
+        return True
+    reached = runs.assign(reached=np.isfinite(runs["steps_to_target"])).pivot_table(
+        index="workload", columns="configuration", values="reached", aggfunc="mean"
+    )
+    return bool(((reached[best] == 1.0) & (reached[name] == 0.0)).any())
+
+
+def _distance(parameters: ScalerParameters) -> float:
+    """How far parameters are from PyTorch's defaults: the sum of |log2| of their ratios."""
+    default = ScalerParameters()
+    return sum(abs(math.log2(value / getattr(default, key))) for key, value in parameters)
+
+
+def _choose(
+    winning: list[str],
+    configurations: Mapping[str, ScalerParameters],
+    scores: Mapping[str, Score],
+    rejected: int,
+) -> tuple[Kind, str, str]:
+    by_distance = sorted(winning, key=lambda name: (_distance(configurations[name]), name))
+    if len(configurations) == 1:
+        return "single", winning[0], "nothing to compare"
+    if len(winning) == len(configurations):
+        return "no measurable difference", by_distance[0], "nearest to PyTorch's defaults"
+    if len(winning) == 1:
+        step = "steps to the target" if len(scores) > 1 else "rejection of all others"
+        return "winner", winning[0], step
+    fewest = min(scores[name].skipped_steps for name in winning)
+    left = [name for name in by_distance if scores[name].skipped_steps == fewest]
+    step = "fewest skipped steps" if len(left) == 1 else "nearest to PyTorch's defaults"
+    return "winner", left[0], step
+
+
+def _sentence(
+    kind: Kind,
+    name: str,
+    step: str,
+    winning: list[str],
+    configurations: Mapping[str, ScalerParameters],
+    scores: Mapping[str, Score],
+) -> str:
+    total = len(configurations)
+    if kind == "single":
+        return f"Only one configuration was tried: {name} trained on every workload and seed."
+    if kind == "no measurable difference":
+        return (
+            f"No measurable difference between the {total} configurations: keep PyTorch's "
+            f"defaults; {name} is the nearest to them."
+        )
+    if len(winning) == 1:
+        return f"Train with {name}: {step} set it apart from the other {total - 1}."
+    others = f"{len(winning)} of {total} configurations cannot be told apart"
+    return (
+        f"Train with {name}: {others}, and among them it has the {step}."
+        if (step == "fewest skipped steps")
+        else f"Train with {name}: {others}, and among them it is the {step}."
+    )
+
+
+def _identical(runs: pd.DataFrame, names: list[str]) -> list[list[str]]:
+    """Groups of two or more configurations whose curves agree bit for bit on every run."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        mine = runs[runs["configuration"] == name].sort_values(["workload", "seed"])
+        groups.setdefault(tuple(mine["curve"]), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
