@@ -1,0 +1,222 @@
+"""The pieces of the report page, as HTML for the notebook's cells to show.
+
+Everything that comes from a run, a name or an error text is escaped here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from IPython.display import HTML
+
+from halfscale.tables import CONFIGURATION_COLUMNS, RUN_COLUMNS
+
+_CAPTIONS = {
+    "ranking": "Steps to the target against the fp32 control. Filled: in the winning set; hollow: "
+    "told apart from the best; star: recommended.",
+    "loss": "Loss of every arm: median over seeds, band from the lowest to the highest seed.",
+    "scale": "The scale over steps; crosses mark overflows, that is skipped steps.",
+    "skipped": "Skipped steps a run.",
+    "sweep": "Verification with inputs × 1e4: a larger scale makes an overflow more likely, never "
+    "less.",
+}
+
+
+class Page:
+    """What the report shows, read from the files that the workflow made.
+
+    Args:
+        results: The results folder.
+        recommendation: ``recommendation.json``.
+    """
+
+    def __init__(self, results: str, recommendation: str) -> None:
+        self.results = Path(results)
+        self.verdict = json.loads(Path(recommendation).read_text(encoding="utf-8"))
+        tables = self.results / "tables"
+        self.runs = pd.read_csv(tables / "runs.csv")
+        self.configurations = pd.read_csv(tables / "configurations.csv")
+        self.orphans = json.loads((tables / "orphans.json").read_text(encoding="utf-8"))
+        self.checks = pd.read_csv(self.results / "verification" / "checks.csv")
+
+    def answer(self) -> HTML:
+        """The answer in one sentence, the line to paste, the number of runs behind it."""
+        verdict, evidence = self.verdict, self.verdict["evidence"]
+        outcomes = self.runs["outcome"].value_counts()
+        shown = ", ".join(f"{count} {escape(str(name))}" for name, count in outcomes.items())
+        line = verdict["constructor"]
+        code = f"<pre class='paste'><code>{escape(line)}</code></pre>" if line else ""
+        passed = int(self.checks["passed"].sum())
+        return HTML(
+            f"<p class='answer {escape(verdict['kind'].replace(' ', '-'))}'>"
+            f"{escape(verdict['sentence'])}</p>{code}"
+            f"<p class='evidence'>{evidence['runs']} runs stand behind this ({shown}): "
+            f"{len(evidence['workloads'])} workloads × {self.runs['configuration'].nunique()} arms "
+            f"× {len(evidence['seeds'])} seeds on {escape(evidence['device'])}. "
+            f"The scaler passed {passed} of {len(self.checks)} checks. Evidence "
+            f"<code>{evidence['digest'][:12]}</code>.</p>{self._interval_note()}"
+        )
+
+    def _interval_note(self) -> str:
+        parameters = self.verdict["parameters"]
+        shortest = min(self.verdict["evidence"]["workloads"].values())
+        if not parameters or parameters["growth_interval"] > shortest:
+            return ""
+        return (
+            f"<p class='note'>growth_interval = {parameters['growth_interval']} acted within runs "
+            f"of {shortest} steps and more; a training of many thousand steps can afford a longer "
+            "one (PyTorch's default is 2000).</p>"
+        )
+
+    def figure(self, name: str) -> HTML:
+        """A figure with its caption and, for readers without pictures, its numbers as text."""
+        folder = self.results / "plots"
+        picture = base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()
+        alternative = (folder / f"{name}.txt").read_text(encoding="utf-8").strip()
+        return HTML(
+            f"<figure><img src='data:image/svg+xml;base64,{picture}' alt='{escape(alternative)}'>"
+            f"<figcaption>{escape(_CAPTIONS[name])}</figcaption>"
+            f"<details><summary>The numbers as text</summary><p>{escape(alternative)}</p></details>"
+            "</figure>"
+        )
+
+    def verdict_details(self) -> HTML:
+        """Winning set, deciding step, what was rejected and why, what was identical, the rule."""
+        verdict = self.verdict
+        names = ", ".join(f"<b>{escape(name)}</b>" for name in verdict["winning_set"]) or "empty"
+        parts = [
+            f"<p>Winning set, best first: {names}. "
+            f"Decided by: {escape(verdict['deciding_step'])}.</p>"
+        ]
+        if verdict["rejected"]:
+            rows = [
+                f"<li><b>{escape(name)}</b>: {escape(reason)}</li>"
+                for name, reason in verdict["rejected"].items()
+            ]
+            parts.append(f"<p>Rejected:</p><ul class='rejected'>{''.join(rows)}</ul>")
+        for group in verdict["identical"]:
+            knobs = ", ".join(group["inert_knobs"])
+            why = f" Knobs that never acted in them: {escape(knobs)}." if knobs else ""
+            parts.append(
+                f"<p>Bit-identical training: {escape(', '.join(group['configurations']))}: what "
+                f"differs between them made no difference to any step.{why}</p>"
+            )
+        rule = "".join(f"<li>{escape(text)}</li>" for text in verdict["rule"])
+        parts.append(f"<details><summary>The rule</summary><ol>{rule}</ol></details>")
+        return HTML("".join(parts))
+
+    def scores(self) -> HTML:
+        """How each configuration that was not rejected did, best first."""
+        scores = self.verdict["scores"]
+        rows = [
+            {
+                "configuration": name,
+                "steps against fp32": _with_limits(score["ratio"]),
+                "steps against the best": _with_limits(score["against_best"]),
+                "reached": f"{score['reached']} of {score['runs']}",
+                "skipped steps a run": f"{score['skipped_steps']:g}",
+            }
+            for name, score in sorted(scores.items(), key=lambda item: item[1]["ratio"]["estimate"])
+        ]
+        return (
+            table(pd.DataFrame(rows)) if rows else HTML("<p>Every configuration was rejected.</p>")
+        )
+
+    def configuration_table(self) -> HTML:
+        """What was measured, a row per workload and arm."""
+        shown = self.configurations.copy()
+        shown["reached"] = [
+            f"{a} of {b}" for a, b in zip(shown["reached"], shown["runs"], strict=True)
+        ]
+        outcomes = ["diverged", "stuck", "stalled", "out-of-memory", "failed"]
+        unused = [name for name in outcomes if not shown[name].any()]
+        interval = zip(shown["ratio_to_fp32"], shown["ratio_low"], shown["ratio_high"], strict=True)
+        shown["ratio_to_fp32"] = [
+            _with_limits({"estimate": a, "low": b, "high": c}) for a, b, c in interval
+        ]
+        shown["final_scale"] = [_power_of_two(scale) for scale in shown["final_scale"]]
+        return table(shown.drop(columns=["control", "runs", "ratio_low", "ratio_high", *unused]))
+
+    def failed_runs(self) -> HTML:
+        """The runs that did not end ok, with their error texts."""
+        bad = self.runs[self.runs["outcome"] != "ok"]
+        if bad.empty:
+            return HTML(f"<p>All {len(self.runs)} runs ended ok.</p>")
+        columns = ["workload", "configuration", "seed", "outcome", "error", "steps_done"]
+        return table(bad[columns])
+
+    def verification(self) -> HTML:
+        """The checks of the hand-written scaler."""
+        checks = self.checks.assign(
+            passed=["pass" if passed else "FAIL" for passed in self.checks["passed"]]
+        )
+        return table(checks.rename(columns={"name": "check", "passed": "result"}))
+
+    def appendix(self) -> HTML:
+        """Column meanings, versions, orphans."""
+        verdict = self.verdict
+        versions = ", ".join(f"{name} {text}" for name, text in verdict["versions"].items())
+        arithmetic = "; ".join(verdict["evidence"]["arithmetic"])
+        orphans = ""
+        if self.orphans:
+            items = "".join(f"<li><code>{escape(path)}</code></li>" for path in self.orphans)
+            orphans = (
+                f"<p>Results on the disk that the configuration no longer asks for, not shown "
+                f"above:</p><ul>{items}</ul>"
+            )
+        return HTML(
+            f"<p>{escape(versions)}. Arithmetic: {escape(arithmetic)}.</p>{orphans}"
+            "<details><summary>Columns of results/tables/configurations.csv</summary>"
+            f"{_definitions(CONFIGURATION_COLUMNS)}</details>"
+            "<details><summary>Columns of results/tables/runs.csv</summary>"
+            f"{_definitions(RUN_COLUMNS)}</details>"
+        )
+
+
+def _definitions(columns: Mapping[str, str]) -> str:
+    rows = (f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in columns.items())
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _with_limits(interval: Mapping[str, float | None]) -> str:
+    low, high = interval["low"], interval["high"]
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return f"{interval['estimate']:.3f} (no interval)"
+    return f"{interval['estimate']:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _power_of_two(scale: float) -> str:
+    return "" if math.isnan(scale) else f"2^{math.log2(scale):.4g}" if scale > 0 else f"{scale:g}"
+
+
+def table(frame: pd.DataFrame) -> HTML:
+    """A data frame as an HTML table, every text escaped, numbers short, columns in words."""
+    head = "".join(f"<th>{escape(str(name)).replace('_', ' ')}</th>" for name in frame.columns)
+    body = "".join(f"<tr>{_row(values)}</tr>" for values in frame.itertuples(index=False))
+    rows = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return HTML(f"<div class='wide'><table>{rows}</table></div>")
+
+
+def _row(values: Iterable[Any]) -> str:
+    cells = []
+    for value in values:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        text = _cell(value)
+        kind = " class='number'" if number else " class='long'" if len(text) > 40 else ""
+        cells.append(f"<td{kind}>{escape(text)}</td>")
+    return "".join(cells)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        if math.isnan(value):
+            return ""
+        return "not reached" if math.isinf(value) else f"{value:.5g}"
+    return str(value)

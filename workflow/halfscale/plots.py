@@ -1,0 +1,307 @@
+"""The figures, each drawn from the tables, each with a text alternative that states its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from halfscale.plan import CONTROLS
+from halfscale.records import write_atomically, write_text
+from halfscale.style import INK, LIMIT, ArmStyle, apply_theme, arm_styles
+
+# More seed lines than this make the file large and the picture no clearer.
+MOST_SEED_LINES = 120
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The tables that figures are drawn from, and the verdict (``recommendation.json``)."""
+
+    runs: pd.DataFrame
+    configurations: pd.DataFrame
+    steps: pd.DataFrame
+    sweep: pd.DataFrame
+    recommendation: dict[str, Any]
+
+    @property
+    def workloads(self) -> list[str]:
+        return sorted(self.runs["workload"].unique())
+
+    @property
+    def scaled(self) -> list[str]:
+        """The configurations, without the controls."""
+        return sorted(set(self.runs["configuration"]) - set(CONTROLS))
+
+    @property
+    def styles(self) -> dict[str, ArmStyle]:
+        return arm_styles(self.scaled)
+
+
+def _panels(evidence: Evidence, height: float = 3.6) -> tuple[Figure, dict[str, Axes]]:
+    """One panel a workload, two in a row."""
+    names = evidence.workloads
+    columns = min(2, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(9.5, height * rows), squeeze=False, sharey=False
+    )
+    for spare in axes.flat[len(names) :]:
+        spare.remove()
+    panels = dict(zip(names, axes.flat, strict=False))
+    for name, axis in panels.items():
+        axis.set_title(name, loc="left", fontweight="bold")
+    return figure, panels
+
+
+def _shared_legend(figure: Figure, panels: dict[str, Axes]) -> None:
+    handles: dict[str, Any] = {}
+    for axis in panels.values():
+        lines, labels = axis.get_legend_handles_labels()
+        handles.update(zip(labels, lines, strict=True))
+        if legend := axis.get_legend():
+            legend.remove()
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False
+    )
+
+
+def draw_loss(evidence: Evidence) -> tuple[Figure, str]:
+    """Loss curves: median over seeds, band from the lowest to the highest, thin seed lines."""
+    figure, panels = _panels(evidence)
+    styles = evidence.styles
+    seed_lines = len(evidence.runs) <= MOST_SEED_LINES
+    for workload, axis in panels.items():
+        steps = evidence.steps[evidence.steps["workload"] == workload]
+        order = [name for name in styles if name in set(steps["configuration"])]
+        _draw_bands(axis, steps, order, styles, seed_lines)
+        axis.set(xlabel="step", ylabel="loss", yscale="log")
+    _shared_legend(figure, panels)
+    finals = evidence.configurations
+    parts = [
+        f"{row.workload}, {row.configuration}: final loss {row.final_loss:.4g}"
+        for row in finals.itertuples()
+    ]
+    return figure, "Loss over steps, median over seeds. " + "; ".join(parts) + "."
+
+
+def _draw_bands(
+    axis: Axes, steps: pd.DataFrame, order: list[str], styles: dict[str, ArmStyle], thin: bool
+) -> None:
+    look: dict[str, Any] = {
+        "x": "step",
+        "y": "loss",
+        "hue": "configuration",
+        "hue_order": order,
+        "palette": {name: styles[name].colour for name in order},
+    }
+    finite = steps[np.isfinite(steps["loss"])]
+    if thin:
+        sns.lineplot(
+            finite,
+            **look,
+            units="seed",
+            estimator=None,
+            linewidth=0.5,
+            alpha=0.35,
+            legend=False,
+            ax=axis,
+        )
+    sns.lineplot(
+        finite,
+        **look,
+        style="configuration",
+        style_order=order,
+        dashes={name: styles[name].dashes for name in order},
+        estimator="median",
+        errorbar=("pi", 100),
+        err_kws={"alpha": 0.08, "linewidth": 0},
+        linewidth=1.6,
+        ax=axis,
+    )
+
+
+def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
+    """The scale over steps on a log2 axis; a cross marks each overflow."""
+    figure, panels = _panels(evidence)
+    styles = evidence.styles
+    for workload, axis in panels.items():
+        steps = evidence.steps[
+            (evidence.steps["workload"] == workload)
+            & evidence.steps["configuration"].isin(evidence.scaled)
+        ]
+        for name, group in steps.groupby("configuration"):
+            style = styles[str(name)]
+            for index, (_, run) in enumerate(group.groupby("seed")):
+                axis.step(
+                    run["step"],
+                    run["scale"],
+                    where="post",
+                    color=style.colour,
+                    linewidth=1.1,
+                    alpha=0.9 if index == 0 else 0.4,
+                    label=name if index == 0 else None,
+                    linestyle=(0, style.dashes) if style.dashes else "-",
+                )
+            hits = group[group["overflow"]]
+            axis.plot(hits["step"], hits["scale"], "x", color=style.colour, markersize=5)
+        axis.set_yscale("log", base=2)
+        axis.set(xlabel="step", ylabel="scale S")
+    _shared_legend(figure, panels)
+    finals = evidence.configurations
+    finals = finals[finals["configuration"].isin(evidence.scaled)]
+    parts = [
+        f"{row.workload}, {row.configuration}: final scale 2^{_log2(row.final_scale)}, "
+        f"{row.growths:g} growths, {row.backoffs:g} backoffs"
+        for row in finals.itertuples()
+    ]
+    return figure, "Scale over steps; crosses mark overflows. " + "; ".join(parts) + "."
+
+
+def _log2(value: float) -> str:
+    return f"{math.log2(value):.3g}" if value and math.isfinite(value) else "?"
+
+
+def draw_skipped(evidence: Evidence) -> tuple[Figure, str]:
+    """Skipped steps of every run, and their mean."""
+    figure, panels = _panels(evidence, height=0.6 + 0.45 * max(3, len(evidence.scaled)))
+    styles = evidence.styles
+    palette = {name: styles[name].colour for name in evidence.scaled}
+    scaled = evidence.runs[evidence.runs["configuration"].isin(evidence.scaled)]
+    for workload, axis in panels.items():
+        look: dict[str, Any] = {
+            "data": scaled[scaled["workload"] == workload],
+            "x": "skipped_steps",
+            "y": "configuration",
+            "hue": "configuration",
+            "order": evidence.scaled,
+            "hue_order": evidence.scaled,
+            "palette": palette,
+            "legend": False,
+            "ax": axis,
+        }
+        sns.barplot(**look, errorbar=None, alpha=0.35)
+        sns.stripplot(**look, size=5, jitter=0.15)
+        axis.set(xlabel="skipped steps (bar: mean, dots: seeds)", ylabel="")
+        axis.set_xlim(left=0)
+    means = scaled.groupby(["workload", "configuration"])["skipped_steps"].mean()
+    parts = [f"{workload}, {name}: {mean:g}" for (workload, name), mean in means.items()]
+    return figure, "Mean skipped steps a run. " + "; ".join(parts) + "."
+
+
+def draw_ranking(evidence: Evidence) -> tuple[Figure, str]:
+    """Steps to the target against fp32, best first, with 95 % intervals; hollow: not in the set."""
+    verdict = evidence.recommendation
+    scores = verdict["scores"]
+    order = sorted(scores, key=lambda name: scores[name]["ratio"]["estimate"])
+    figure, axis = plt.subplots(figsize=(9.5, 1.3 + 0.45 * max(2, len(order))))
+    styles = evidence.styles
+    parts = []
+    for position, name in enumerate(order):
+        ratio = scores[name]["ratio"]
+        low, high = (
+            ratio[end] if ratio[end] is not None else ratio["estimate"] for end in ("low", "high")
+        )
+        inside = name in verdict["winning_set"]
+        axis.plot([low, high], [position] * 2, color=styles[name].colour, linewidth=2.2)
+        axis.plot(
+            ratio["estimate"],
+            position,
+            styles[name].marker,
+            color=styles[name].colour,
+            markersize=9,
+            markerfacecolor=styles[name].colour if inside else "white",
+        )
+        parts.append(
+            f"{name}: {ratio['estimate']:.3f} ({low:.3f} to {high:.3f})"
+            + ("" if inside else ", told apart from the best")
+        )
+    axis.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    names = [f"{name}  ★" if name == verdict["recommended"] else name for name in order]
+    axis.set_yticks(range(len(order)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("steps to the target ÷ fp32's of the same seed (1 = as fast as fp32)")
+    if not order:
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, "every configuration was rejected", ha="center")
+    return figure, (
+        "Steps to the target against fp32, with 95 % intervals. "
+        + "; ".join(parts or ["none"])
+        + "."
+    )
+
+
+def draw_sweep(evidence: Evidence) -> tuple[Figure, str]:
+    """Verification, inputs × 1e4: the largest scaled gradient against fp16's limit."""
+    sweep = evidence.sweep
+    figure, axis = plt.subplots(figsize=(9.5, 3.8))
+    axis.plot(
+        sweep["scale"],
+        sweep["fp32_largest"],
+        color="#7c848d",
+        linestyle="--",
+        label="without fp16's limit (fp32)",
+    )
+    fine = sweep[~sweep["overflow"]]
+    lost = sweep[sweep["overflow"]]
+    axis.plot(fine["scale"], fine["fp16_largest"], "o", color="#0173b2", label="fp16: finite")
+    axis.plot(lost["scale"], [65504.0] * len(lost), "x", color=LIMIT, label="fp16: Inf")
+    axis.axhline(65504.0, color=LIMIT, linewidth=1)
+    axis.annotate(
+        "65504, the largest fp16 number",
+        (sweep["scale"].min(), 65504.0),
+        xytext=(0, 5),
+        textcoords="offset points",
+        color=LIMIT,
+    )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set(xlabel="scale S", ylabel="largest scaled gradient")
+    axis.legend(frameon=False, loc="lower right")
+    limit = fine["scale"].max()
+    return figure, (
+        f"Largest scaled gradient over the scale, inputs times 1e4: finite up to S = 2^"
+        f"{_log2(limit)}, Inf at the {len(lost)} larger scales tried up to 2^"
+        f"{_log2(sweep['scale'].max())}. A larger scale never cures an overflow."
+    )
+
+
+FIGURES: dict[str, Callable[[Evidence], tuple[Figure, str]]] = {
+    "ranking": draw_ranking,
+    "loss": draw_loss,
+    "scale": draw_scale,
+    "skipped": draw_skipped,
+    "sweep": draw_sweep,
+}
+
+
+def draw_all(evidence: Evidence, folder: Path) -> None:
+    """Write every figure as ``<name>.svg`` with its text alternative in ``<name>.txt``.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    apply_theme()
+    for name, draw in FIGURES.items():
+        figure, alternative = draw(evidence)
+        write_atomically(
+            folder / f"{name}.svg",
+            lambda path, figure=figure: figure.savefig(  # type: ignore[misc]
+                path, format="svg", metadata={"Date": None}
+            ),
+        )
+        plt.close(figure)
+        write_text(folder / f"{name}.txt", alternative + "\n")
