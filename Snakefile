@@ -1,0 +1,46 @@
+"""halfscale: which loss-scaling settings should this model train with in fp16?"""
+
+import sys
+import time
+from pathlib import Path
+from snakemake.utils import min_version
+
+min_version("9.0")
+sys.path.insert(0, str(Path(workflow.basedir, "workflow")))
+
+from halfscale import guard, sources
+
+PLAN = guard.load_plan(config, Path(workflow.basedir), workflow.overwrite_configfiles)
+RUNS = list(PLAN.runs())
+STARTED = time.time()
+
+guard.prepare_jobs()
+if workflow.is_main_process:
+    guard.clear_stale_locks()
+    guard.stop_if_outdated(PLAN, Path("results"))
+
+
+rule all:
+    default_target: True
+    input:
+        "reports/summary.html",
+        "reports/recommendation.json",
+
+
+include: "workflow/rules/verify.smk"
+include: "workflow/rules/train.smk"
+include: "workflow/rules/tables.smk"
+include: "workflow/rules/plots.smk"
+include: "workflow/rules/report.smk"
+
+
+onstart:
+    guard.hold_lock()
+
+
+onsuccess:
+    print(f"{len(RUNS)} runs on {PLAN.device}; open reports/summary.html")
+
+
+onerror:
+    print(*guard.describe_failures(Path("results/logs"), STARTED), sep="\n")

@@ -1,0 +1,5 @@
+"""``python -m halfscale``."""
+
+from halfscale.cli import app
+
+app(prog_name="halfscale")

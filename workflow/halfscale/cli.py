@@ -1,0 +1,243 @@
+"""``halfscale``: one subcommand a rule; each also runs by hand.
+
+What a command does goes to standard output (the job's log), the one line that says why it failed
+to standard error (the terminal).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from halfscale import __version__
+from halfscale.config import ConfigError, read_config
+from halfscale.guard import OWNER
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+SpecOption = Annotated[str, typer.Option(help="The run's specification, as canonical JSON.")]
+PlanOption = Annotated[str, typer.Option(help="The plan, as canonical JSON.")]
+ResultsOption = Annotated[Path, typer.Option(help="The results folder.")]
+
+
+class CheckFailed(RuntimeError):
+    """A verification check did not hold."""
+
+
+def _command(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a subcommand that ends with its owner and fails with one line on the terminal."""
+
+    @wraps(function)
+    def run(*args: Any, **keywords: Any) -> None:
+        _end_with_owner()
+        try:
+            function(*args, **keywords)
+        except typer.Exit:
+            raise
+        except Exception as error:
+            traceback.print_exc(file=sys.stdout)
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            line = f"halfscale {function.__name__} failed: {_subject(keywords)}{text}"
+            print(line, flush=True)
+            print(line, file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    return app.command()(run)
+
+
+def _subject(keywords: dict[str, Any]) -> str:
+    """Which run a command was about, for its error line."""
+    try:
+        spec = json.loads(keywords["spec"])
+        return f"workload={spec['workload']} configuration={spec['arm']} seed={spec['seed']}: "
+    except (KeyError, ValueError, TypeError):
+        return ""
+
+
+def _end_with_owner() -> None:
+    """End this process when the workflow that started it is gone, however it went."""
+    owner = os.environ.get(OWNER)
+    if not owner or not owner.isdigit():
+        return
+
+    def watch() -> None:
+        import psutil
+
+        while psutil.pid_exists(int(owner)):
+            time.sleep(0.5)
+        print(f"the workflow (process {owner}) is gone; ending", flush=True)
+        os._exit(75)
+
+    threading.Thread(target=watch, daemon=True, name="owner-watch").start()
+
+
+@_command
+def check(config: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
+    """Check a configuration file and say what it would run."""
+    from halfscale.plan import build_plan
+
+    try:
+        plan = build_plan(read_config(config), str(config))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    runs = list(plan.runs())
+    print(
+        f"{config}: {len(runs)} runs on {plan.device}: {', '.join(sorted(plan.workloads))} × "
+        f"{', '.join(plan.arms)} × seeds {', '.join(map(str, plan.seeds))}"
+    )
+
+
+@_command
+def verify(
+    folder: Annotated[Path, typer.Option(help="Where checks.csv and sweep.csv go.")],
+) -> None:
+    """Check the hand-written gradient scaler; fail if one check does not hold."""
+    import pandas as pd
+
+    from halfscale.records import write_text
+    from halfscale.verify import run_checks, sweep_scales
+
+    sweep = sweep_scales()
+    checks = []
+    for check in run_checks(sweep):
+        checks.append(check)
+        print(
+            f"{'pass' if check.passed else 'FAIL'}  {check.name}\n"
+            f"      measured: {check.measured}\n      expected: {check.expected}",
+            flush=True,
+        )
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        raise CheckFailed(
+            f"check '{failed[0].name}': measured {failed[0].measured}; "
+            f"expected {failed[0].expected} ({len(failed)} of {len(checks)} checks failed)"
+        )
+    write_text(folder / "sweep.csv", pd.DataFrame(sweep).to_csv(index=False))
+    rows = pd.DataFrame([check.as_row() for check in checks])
+    write_text(folder / "checks.csv", rows.to_csv(index=False))
+
+
+@_command
+def train(
+    spec: SpecOption,
+    folder: Annotated[Path, typer.Option(help="Where trace.parquet and run.json go.")],
+) -> None:
+    """Train one run and record every step."""
+    from halfscale.plan import RunSpec
+
+    run_spec = RunSpec.model_validate_json(spec)
+    print(f"train {run_spec} ({run_spec.digest})", flush=True)
+    from halfscale.train import train as train_run
+
+    record = train_run(run_spec, folder, lambda line: print(line, flush=True))
+    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+
+
+@_command
+def tables(plan: PlanOption, results: ResultsOption) -> None:
+    """Check and read every run of the plan and write the tables."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from halfscale.plan import Plan
+    from halfscale.records import write_atomically, write_text
+    from halfscale.tables import collect_runs, find_orphans, summarise
+
+    checked = Plan.model_validate_json(plan)
+    runs, steps = collect_runs(checked, results)
+    orphans = find_orphans(checked, results)
+    folder = results / "tables"
+    write_text(folder / "runs.csv", runs.to_csv(index=False))
+    write_text(folder / "configurations.csv", summarise(runs).to_csv(index=False))
+    table = pa.Table.from_pandas(steps, preserve_index=False)
+    write_atomically(folder / "steps.parquet", lambda path: pq.write_table(table, path))
+    write_text(folder / "orphans.json", json.dumps(orphans, indent=1) + "\n")
+    write_text(folder / "plan.json", checked.canonical_json() + "\n")
+    print(f"{len(runs)} runs: {runs['outcome'].value_counts().to_dict()}")
+    for path in orphans:
+        print(f"orphan: {results / path} is not in the configuration any more; it is not used")
+
+
+@_command
+def verdict(
+    plan: Annotated[Path, typer.Option(help="The plan's file beside the tables.")],
+    runs: Annotated[Path, typer.Option(help="The table of runs.")],
+    output: Annotated[Path, typer.Option(help="recommendation.json")],
+) -> None:
+    """Name the recommended configuration, or say that there is no winner."""
+    import pandas as pd
+
+    from halfscale.export import build_recommendation
+    from halfscale.plan import Plan
+    from halfscale.records import write_json
+    from halfscale.verdict import decide
+
+    checked = Plan.model_validate_json(plan.read_text(encoding="utf-8"))
+    table = pd.read_csv(runs)
+    decided = decide(table, checked.configurations)
+    write_json(output, build_recommendation(checked, table, decided))
+    print(decided.sentence)
+
+
+@_command
+def plots(
+    results: ResultsOption,
+    recommendation: Annotated[Path, typer.Option(help="recommendation.json")],
+) -> None:
+    """Draw every figure and write its text alternative."""
+    import pandas as pd
+
+    from halfscale.plots import Evidence, draw_all
+
+    evidence = Evidence(
+        runs=pd.read_csv(results / "tables" / "runs.csv"),
+        configurations=pd.read_csv(results / "tables" / "configurations.csv"),
+        steps=pd.read_parquet(results / "tables" / "steps.parquet"),
+        sweep=pd.read_csv(results / "verification" / "sweep.csv"),
+        recommendation=json.loads(recommendation.read_text(encoding="utf-8")),
+    )
+    draw_all(evidence, results / "plots")
+
+
+@_command
+def report(
+    results: ResultsOption,
+    recommendation: Annotated[Path, typer.Option(help="recommendation.json")],
+    executed: Annotated[Path, typer.Option(help="The executed notebook.")],
+    page: Annotated[Path, typer.Option(help="The page.")],
+    attempt: Annotated[Path, typer.Option(help="The executed part, kept if a cell fails.")],
+) -> None:
+    """Execute the report notebook and write it as one HTML page."""
+    from halfscale.report import execute_notebook, render_page
+    from halfscale.sources import NOTEBOOK
+
+    page.unlink(missing_ok=True)
+    parameters = {"results": str(results), "recommendation": str(recommendation)}
+    execute_notebook(NOTEBOOK, executed, attempt, parameters)
+    render_page(executed, page)
+    print(f"{page}: {page.stat().st_size / 1e6:.2f} MB")
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Find, with evidence, the loss-scaling settings a model should train with in fp16."""
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,194 @@
+"""What the Snakefile needs around the plan: environment, locks, results that no longer fit.
+
+Runs whenever Snakemake parses the workflow, so it imports nothing slow and writes only under
+``.snakemake``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from halfscale.config import ConfigError, read_config
+from halfscale.plan import Plan, build_plan
+
+OWNER = "HALFSCALE_OWNER_PID"
+
+_LOCK_FOLDER = Path(".snakemake", "locks")
+_held: list[FileLock] = []
+
+
+def prepare_jobs() -> None:
+    """Let jobs use this interpreter and this package, and end when this process does."""
+    environment = os.environ
+    environment[OWNER] = str(os.getpid())
+    binaries = os.path.dirname(sys.executable)
+    _prepend(environment, "PATH", binaries)
+    _prepend(environment, "PYTHONPATH", str(Path(__file__).parents[1]))
+
+
+def _prepend(environment: os._Environ[str], name: str, folder: str) -> None:
+    parts = [part for part in environment.get(name, "").split(os.pathsep) if part]
+    if parts[:1] != [folder]:
+        environment[name] = os.pathsep.join([folder, *parts])
+
+
+def load_plan(
+    config: Mapping[str, Any], workflow_folder: Path, given_files: Iterable[Path | str] = ()
+) -> Plan:
+    """The plan of this workflow, or the end of the process with one line that says why not.
+
+    Args:
+        config: What Snakemake was given: ``--configfile``, ``--config`` or a module's ``config:``.
+            If it names no configurations, ``config.yaml`` of the working directory, or else of the
+            workflow's folder, is read and ``config`` laid over it.
+        workflow_folder: The folder of the Snakefile.
+        given_files: The files of ``--configfile``, checked again for repeated keys.
+    """
+    try:
+        source = "the configuration"
+        for file in given_files:
+            source = str(file)
+            read_config(file)
+        merged = dict(config)
+        if "configurations" not in merged:
+            path = next(
+                (p for p in (Path("config.yaml"), workflow_folder / "config.yaml") if p.exists()),
+                Path("config.yaml"),
+            )
+            source = str(path)
+            merged = _lay_over(read_config(path), merged)
+        return build_plan(merged, source)
+    except ConfigError as error:
+        sys.exit(f"halfscale: {error}")
+
+
+def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``above`` laid over ``below``, block by block."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _lay_over(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def clear_stale_locks() -> None:
+    """Remove the lock that a killed Snakemake left on this workflow's files, and only that one.
+
+    A live workflow holds an operating system's lock on ``.snakemake/halfscale.lock``, which ends
+    with the process, whatever way it ends. If nobody holds it, a Snakemake lock on halfscale's
+    files is left over from a process that was killed.
+    """
+    if not _hold_lock():
+        return
+    for outputs in _LOCK_FOLDER.glob("*.output.lock"):
+        try:
+            files = outputs.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        if any(_is_ours(file) for file in files):
+            inputs = outputs.with_name(outputs.name.replace(".output.", ".input."))
+            for lock in (outputs, inputs):
+                lock.unlink(missing_ok=True)
+            print("halfscale: removed the lock of a workflow that was killed", file=sys.stderr)
+
+
+def hold_lock() -> None:
+    """Mark this workflow as running, for as long as the process lives; call it when jobs start."""
+    _hold_lock(patience=10.0)
+
+
+def _hold_lock(patience: float = 0.0) -> bool:
+    if _held:
+        return True
+    lock = FileLock(Path(".snakemake", "halfscale.lock"))
+    try:
+        Path(".snakemake").mkdir(exist_ok=True)
+        lock.acquire(timeout=patience)
+    except (Timeout, OSError):
+        return False
+    _held.append(lock)
+    return True
+
+
+def _is_ours(file: str) -> bool:
+    return file.endswith(
+        (
+            "/run.json",
+            "results/tables/runs.csv",
+            "reports/recommendation.json",
+            "reports/summary.html",
+            "results/verification/checks.csv",
+            "results/plots/loss.svg",
+        )
+    )
+
+
+def stop_if_outdated(plan: Plan, results: Path) -> None:
+    """End the process if results belong to another configuration and Snakemake cannot know it.
+
+    With its records Snakemake sees a changed specification and runs it again. Without them (a
+    deleted ``.snakemake``, results copied from elsewhere) it would call old results up to date.
+    """
+    outdated = [
+        results / spec.folder
+        for spec in plan.runs()
+        if (digest := _recorded_digest(results / spec.folder)) is not None
+        and digest != spec.digest
+        and not _is_recorded(results / spec.folder / "run.json")
+    ]
+    if outdated:
+        folders = sorted({folder.parent for folder in outdated})
+        names = " ".join(str(folder) for folder in folders)
+        sys.exit(
+            f"halfscale: {len(outdated)} results belong to another configuration or version, and "
+            f"Snakemake's records of them (.snakemake) are gone; remove them and run the same "
+            f"command again: rm -r {names}"
+        )
+    tables = results / "tables" / "plan.json"
+    if (
+        tables.exists()
+        and tables.read_text(encoding="utf-8").strip() != plan.canonical_json()
+        and not _is_recorded(tables)
+        and all((results / spec.folder / "run.json").exists() for spec in plan.runs())
+    ):
+        sys.exit(
+            "halfscale: the tables belong to another configuration, and Snakemake's records of "
+            f"them (.snakemake) are gone; remove them and run the same command again: "
+            f"rm -r {tables.parent}"
+        )
+
+
+def _is_recorded(path: Path) -> bool:
+    """Whether Snakemake keeps metadata of a file (its name there is the path in base64)."""
+    name = base64.urlsafe_b64encode(path.as_posix().encode()).decode()
+    # A file whose job was interrupted is marked incomplete instead, and made again for that.
+    return any(Path(".snakemake", kind, name).exists() for kind in ("metadata", "incomplete"))
+
+
+def _recorded_digest(folder: Path) -> str | None:
+    """The digest that ``run.json`` claims, or None if there is no readable one."""
+    try:
+        digest = json.loads((folder / "run.json").read_bytes())["digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(digest)
+
+
+def describe_failures(logs: Path, started: float) -> list[str]:
+    """The last line of every log that was written since ``started`` and tells of a failure."""
+    lines = []
+    for log in sorted(logs.rglob("*.log")):
+        if log.stat().st_mtime >= started:
+            text = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            if text and " failed: " in text[-1]:
+                lines.append(f"{text[-1]} (log: {log})")
+    return lines

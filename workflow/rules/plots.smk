@@ -1,0 +1,29 @@
+FIGURES = ["ranking", "loss", "scale", "skipped", "sweep"]
+
+
+rule plots:
+    input:
+        tables=expand(
+            "results/tables/{table}",
+            table=["runs.csv", "configurations.csv", "steps.parquet"],
+        ),
+        sweep="results/verification/sweep.csv",
+        recommendation="reports/recommendation.json",
+    output:
+        figures=report(
+            expand("results/plots/{figure}.svg", figure=FIGURES),
+            caption="../report/figures.rst",
+            category="Figures",
+        ),
+        texts=expand("results/plots/{figure}.txt", figure=FIGURES),
+    log:
+        "results/logs/plots.log",
+    conda:
+        "../../envs/halfscale.yaml"
+    params:
+        source=sources.source_digest(*sources.PLOTS),
+        results=lambda wildcards, input: Path(input.sweep).parents[1],
+    shell:
+        ": code {params.source}\n"
+        "python -m halfscale plots --results {params.results:q}"
+        " --recommendation {input.recommendation:q} > {log:q}"

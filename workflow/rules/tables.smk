@@ -1,0 +1,43 @@
+rule tables:
+    input:
+        runs=[f"results/{run.folder}/run.json" for run in RUNS],
+        traces=[f"results/{run.folder}/trace.parquet" for run in RUNS],
+    output:
+        runs="results/tables/runs.csv",
+        configurations=report(
+            "results/tables/configurations.csv",
+            caption="../report/configurations.rst",
+            category="Tables",
+        ),
+        steps="results/tables/steps.parquet",
+        orphans="results/tables/orphans.json",
+        plan="results/tables/plan.json",
+    log:
+        "results/logs/tables.log",
+    conda:
+        "../../envs/halfscale.yaml"
+    params:
+        plan=PLAN.canonical_json(),
+        source=sources.source_digest(*sources.TABLES),
+    shell:
+        ": code {params.source}\n"
+        "python -m halfscale tables --plan {params.plan:q}"
+        ' --results "$(dirname "$(dirname {output.runs:q})")" > {log:q}'
+
+
+rule verdict:
+    input:
+        runs="results/tables/runs.csv",
+        plan="results/tables/plan.json",
+    output:
+        recommendation="reports/recommendation.json",
+    log:
+        "results/logs/verdict.log",
+    conda:
+        "../../envs/halfscale.yaml"
+    params:
+        source=sources.source_digest(*sources.VERDICT),
+    shell:
+        ": code {params.source}\n"
+        "python -m halfscale verdict --plan {input.plan:q} --runs {input.runs:q}"
+        " --output {output.recommendation:q} > {log:q}"
