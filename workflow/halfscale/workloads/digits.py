@@ -7,9 +7,11 @@ Digits), a small convolutional network, mini-batches in an order drawn from the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -26,9 +28,7 @@ def build(
     channels: int = 8,
 ) -> Workload:
     """Build the task; ``channels`` feature maps in the first convolution, twice that after it."""
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1).to(device) / 16.0
-    labels = torch.tensor(data.target, dtype=torch.long).to(device)
+    images, labels = (tensor.to(device) for tensor in load_images())
     model = nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
         nn.ReLU(),
@@ -47,6 +47,20 @@ def build(
         batches=_shuffled_batches(images, labels, seed, batch_size),
         loss=loss,
     )
+
+
+def load_images() -> tuple[Tensor, Tensor]:
+    """The images, float32 of shape (1797, 1, 8, 8) in 0…1, and their labels, int64.
+
+    Read from scikit-learn's file without importing scikit-learn, which would take longer than the
+    training; a test holds the result against ``sklearn.datasets.load_digits``.
+    """
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("the workload digits needs scikit-learn, which ships its data")
+    rows = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
+    pixels = torch.tensor(rows[:, :-1], dtype=torch.float32).reshape(-1, 1, 8, 8)
+    return pixels / 16.0, torch.tensor(rows[:, -1], dtype=torch.long)
 
 
 def _shuffled_batches(
