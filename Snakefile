@@ -6,18 +6,23 @@ from pathlib import Path
 from snakemake.utils import min_version
 
 min_version("9.0")
-sys.path.insert(0, str(Path(workflow.basedir, "workflow")))
+# Not workflow.basedir, which is another folder when this is used as a module.
+FOLDER = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
+sys.path.insert(0, str(FOLDER / "workflow"))
 
 from halfscale import guard, sources
 
-PLAN = guard.load_plan(config, Path(workflow.basedir), workflow.overwrite_configfiles)
+PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles)
 RUNS = list(PLAN.runs())
 STARTED = time.time()
 
 guard.prepare_jobs()
 if workflow.is_main_process:
     guard.clear_stale_locks()
-    guard.stop_if_outdated(PLAN, Path("results"))
+    # A module's prefix goes before every relative path of a rule.
+    guard.stop_if_outdated(
+        PLAN, Path(workflow.modifier.path_modifier.modify("results"))
+    )
 
 
 rule all:
