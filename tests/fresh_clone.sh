@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# The first README command in a fresh clone, on a small configuration; a second call has nothing to
-# do; one edited configuration reruns its own seeds alone.
+# The README's commands in a fresh clone, on a small configuration; a second call has nothing to do;
+# one edited configuration reruns its own seeds alone.
+#
+# PREPARED=1 (the default) takes the environment of this checkout; PREPARED=0 makes a new one, as the
+# first command of the README does for a stranger.
 set -euo pipefail
 source=$(git -C "$(dirname "$0")" rev-parse --show-toplevel)
 folder=$(mktemp -d)
@@ -8,15 +11,21 @@ trap 'rm -rf "$folder"' EXIT
 git clone -q "$source" "$folder/halfscale"
 cd "$folder/halfscale"
 
-venv=${VENV_FOR_CLONE:-$source/.venv}
+venv=.venv
+if [ "${PREPARED:-1}" = 1 ]; then
+  venv=$source/.venv
+  touch "$venv/.installed"
+fi
 job() { make --no-print-directory report VENV="$venv" ARGS="--configfile small.yaml $*" 2>&1; }
 
 cp examples/small.yaml small.yaml
-touch "$venv/.installed"
 job | tail -n 3
 test -s reports/summary.html
 test -s reports/recommendation.json
 job | grep -q "Nothing to be done"
+"$venv/bin/"snakemake --cores 4 --configfile examples/small.yaml 2>&1 | grep -q "Nothing to be done"
+"$venv/bin/"halfscale check config.yaml
+
 sed -i 's/2\*\*24/2**23/' small.yaml
 planned=$(job --dry-run)
 test "$(grep -c "train workload=binary configuration=high-init seed=[01]$" <<<"$planned")" = 2

@@ -1,0 +1,58 @@
+"""The README's commands are run somewhere, and what it shows is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from halfscale.plan import build_plan
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+# Each command of the README, the file that runs it and how it stands there.
+RUN_BY = {
+    "make report": ("tests/fresh_clone.sh", "make --no-print-directory report"),
+    "make test": (".ci/run", "make test"),
+    "python3 -m venv .venv": ("Makefile", "$(PYTHON) -m venv $(VENV)"),
+    ".venv/bin/pip install -e . -c envs/constraints.txt": (
+        "Makefile",
+        "pip install -q -e . -c envs/constraints.txt",
+    ),
+    ".venv/bin/snakemake --cores 4 --resources gpu=1": (
+        "Makefile",
+        "snakemake --cores 4 --resources gpu=1",
+    ),
+    ".venv/bin/snakemake --cores 4 --configfile examples/small.yaml": (
+        "tests/fresh_clone.sh",
+        "snakemake --cores 4 --configfile examples/small.yaml",
+    ),
+    ".venv/bin/halfscale check config.yaml": (
+        "tests/fresh_clone.sh",
+        "halfscale check config.yaml",
+    ),
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_every_command_is_run_by_a_test_or_by_ci() -> None:
+    commands = {
+        line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()
+    }
+    assert commands == set(RUN_BY)
+    for file, written in RUN_BY.values():
+        assert written in (REPOSITORY / file).read_text(encoding="utf-8"), (file, written)
+
+
+def test_the_configuration_it_shows_is_accepted() -> None:
+    shown = [yaml.safe_load(block) for block in blocks("yaml")]
+    assert len(build_plan(shown[0]).configurations) == 2
+
+
+def test_files_it_names_exist() -> None:
+    for path in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (REPOSITORY / path).exists(), path
