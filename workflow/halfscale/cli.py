@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from halfscale import __version__
-from halfscale.config import ConfigError, read_config
+from halfscale.config import read_config
 from halfscale.guard import OWNER
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -34,22 +35,37 @@ class CheckFailed(RuntimeError):
     """A verification check did not hold."""
 
 
-def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a subcommand that ends with its owner and fails with one line on the terminal."""
+def _job(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a rule's subcommand: it ends with its owner and fails with one line on the terminal.
+
+    The traceback goes to the log, and the line stands there last as well.
+    """
 
     @wraps(function)
     def run(*args: Any, **keywords: Any) -> None:
         _end_with_owner()
         try:
             function(*args, **keywords)
-        except typer.Exit:
-            raise
         except Exception as error:
             traceback.print_exc(file=sys.stdout)
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             line = f"halfscale {function.__name__} failed: {_subject(keywords)}{text}"
             print(line, flush=True)
             print(line, file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    return app.command()(run)
+
+
+def _by_hand(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a subcommand for the terminal: what cannot be done is said in one line."""
+
+    @wraps(function)
+    def run(*args: Any, **keywords: Any) -> None:
+        try:
+            function(*args, **keywords)
+        except (ValueError, OSError) as error:
+            print(f"halfscale {function.__name__}: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
 
     return app.command()(run)
@@ -73,24 +89,23 @@ def _end_with_owner() -> None:
     def watch() -> None:
         import psutil
 
-        while psutil.pid_exists(int(owner)):
-            time.sleep(0.5)
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(owner))
+            # A process that was killed stays a zombie until its parent asks for it.
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.5)
         print(f"the workflow (process {owner}) is gone; ending", flush=True)
         os._exit(75)
 
     threading.Thread(target=watch, daemon=True, name="owner-watch").start()
 
 
-@_command
+@_by_hand
 def check(config: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
     """Check a configuration file and say what it would run."""
     from halfscale.plan import build_plan
 
-    try:
-        plan = build_plan(read_config(config), str(config))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
+    plan = build_plan(read_config(config), str(config))
     runs = list(plan.runs())
     print(
         f"{config}: {len(runs)} runs on {plan.device}: {', '.join(sorted(plan.workloads))} × "
@@ -98,7 +113,7 @@ def check(config: Annotated[Path, typer.Argument(help="A configuration file.")])
     )
 
 
-@_command
+@_job
 def verify(
     folder: Annotated[Path, typer.Option(help="Where checks.csv and sweep.csv go.")],
 ) -> None:
@@ -128,7 +143,7 @@ def verify(
     write_text(folder / "checks.csv", rows.to_csv(index=False))
 
 
-@_command
+@_job
 def train(
     spec: SpecOption,
     folder: Annotated[Path, typer.Option(help="Where trace.parquet and run.json go.")],
@@ -144,7 +159,7 @@ def train(
     print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
 
 
-@_command
+@_job
 def tables(plan: PlanOption, results: ResultsOption) -> None:
     """Check and read every run of the plan and write the tables."""
     import pyarrow as pa
@@ -169,7 +184,7 @@ def tables(plan: PlanOption, results: ResultsOption) -> None:
         print(f"orphan: {results / path} is not in the configuration any more; it is not used")
 
 
-@_command
+@_job
 def verdict(
     plan: Annotated[Path, typer.Option(help="The plan's file beside the tables.")],
     runs: Annotated[Path, typer.Option(help="The table of runs.")],
@@ -190,7 +205,7 @@ def verdict(
     print(decided.sentence)
 
 
-@_command
+@_job
 def plots(
     results: ResultsOption,
     recommendation: Annotated[Path, typer.Option(help="recommendation.json")],
@@ -210,7 +225,7 @@ def plots(
     draw_all(evidence, results / "plots")
 
 
-@_command
+@_job
 def report(
     results: ResultsOption,
     recommendation: Annotated[Path, typer.Option(help="recommendation.json")],
