@@ -32,18 +32,23 @@ def parse_number(value: object) -> Number:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("is not a number")
     number: Number = _parse_text(value) if isinstance(value, str) else value
-    if not math.isfinite(number):
+    try:
+        finite = math.isfinite(number)
+    except OverflowError:
+        finite = False
+    if not finite:
         raise ValueError("is not finite")
     return number
 
 
 def _parse_text(text: str) -> Number:
     if power := _POWER.fullmatch(text):
-        base, exponent = float(power["base"]), int(power["exponent"])
         try:
-            return base**exponent
+            return float(power["base"]) ** int(power["exponent"])
         except (OverflowError, ZeroDivisionError):
             return math.inf
+        except ValueError:
+            raise ValueError("is not a number") from None
     try:
         return int(text, 0)
     except ValueError:
@@ -62,22 +67,25 @@ class _Loader(yaml.SafeLoader):
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     first_line: dict[str, int] = {}
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        line = key_node.start_mark.line + 1
+    for key_node, value_node in node.value:
         if key_node.tag == "tag:yaml.org,2002:merge":
             continue
+        key = loader.construct_object(key_node)
+        line = key_node.start_mark.line + 1
         if not isinstance(key, str):
             raw = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+            better = re.sub(r"[^A-Za-z0-9_]+", "-", raw, flags=re.ASCII).strip("-") or "1"
             raise ConfigError(
                 f"{loader.path}, line {line}: YAML reads the name {raw} as {key!r}, not as text; "
-                f"write another name, such as run-{raw}: ..."
+                f"write another name, such as run-{better}: ..."
             )
         if key in first_line:
+            # A name of one's own can be changed, a setting cannot.
+            named = isinstance(value_node, yaml.MappingNode) and key_node.start_mark.column > 0
+            mend = f"rename or remove one, such as {key}-2: ..." if named else "remove one"
             raise ConfigError(
                 f"{loader.path}: the key {key!r} stands twice, in line {first_line[key]} and in "
-                f"line {line}; YAML would keep the last one silently: rename or remove one, "
-                f"such as {key}-2: ..."
+                f"line {line}; YAML would keep the last one silently: {mend}"
             )
         first_line[key] = line
     loader.flatten_mapping(node)
@@ -108,6 +116,10 @@ def read_config(path: Path | str) -> dict[str, Any]:
         content = yaml.load(text, Loader=loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         _refuse(path, _describe(error, text))
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        _refuse(path, f"a value cannot be read: {error}")
     if content is None:
         _refuse(path, "the file is empty; write at least: configurations: {default: {}}")
     if not isinstance(content, dict):
@@ -136,7 +148,5 @@ def _describe(error: yaml.YAMLError, text: str) -> str:
 
 def flow(value: object) -> str:
     """Write a value as YAML on one line, as it could stand in ``config.yaml``."""
-    text = yaml.safe_dump(
-        value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True
-    )
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...").strip().removeprefix("{").removesuffix("}")
