@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from halfscale.plan import Precision
-from halfscale.precision import autocast
-from halfscale.scaling import ManualGradScaler
+from halfscale.policies import make_policy
+from halfscale.precision import choose
+from halfscale.scaling import LossScaler, ManualGradScaler
 
 POWERS_OF_TWO = [2.0**exponent for exponent in range(25)]
+Build = Callable[[nn.Module, torch.optim.Optimizer], Callable[[Tensor], bool]]
+
+# An interval that acts often, and a factor that is no power of two.
+_MOVING: dict[str, Any] = {"growth_factor": 1.5, "growth_interval": 9}
 SWEEP = [2.0**exponent for exponent in range(-24, 25)]
 
 
@@ -43,14 +50,19 @@ def _backward(
     inputs: Tensor,
     targets: Tensor,
     precision: Precision,
-    scale: float,
+    scale: float | None,
     loss_factor: float = 1.0,
 ) -> None:
-    """Leave the scaled gradients of the mean squared error in the model's parameters."""
+    """Leave the gradients of the mean squared error in the model's parameters.
+
+    Without a scale the scaler has no hand in them: they are what it is measured against.
+    """
     model.zero_grad(set_to_none=True)
-    with autocast(precision, inputs.device.type):
+    with choose(precision, inputs.device).autocast():
         loss = mse_loss(model(inputs).float(), targets) * loss_factor
-    ManualGradScaler(scale).scale_loss(loss).backward()
+    if scale is not None:
+        loss = ManualGradScaler(scale).scale_loss(loss)
+    loss.backward()
 
 
 def _gradients(model: nn.Module) -> Tensor:
@@ -86,7 +98,7 @@ def check_ratio() -> Check:
 def check_bit_equality() -> Check:
     """In fp32 a power of two changes exponents only, so unscaling restores every bit."""
     model, inputs, targets = _published_case()
-    _backward(model, inputs, targets, "fp32", 1.0)
+    _backward(model, inputs, targets, "fp32", None)
     never_scaled = _gradients(model).clone()
     equal = 0
     for scale in POWERS_OF_TWO:
@@ -103,7 +115,7 @@ def check_bit_equality() -> Check:
 def check_other_scales() -> Check:
     """Any other factor rounds; the error stays within a few units in the last place of fp32."""
     model, inputs, targets = _published_case()
-    _backward(model, inputs, targets, "fp32", 1.0)
+    _backward(model, inputs, targets, "fp32", None)
     never_scaled = _gradients(model).clone()
     worst = 0.0
     for scale in (3.0, 1000.0, 12345.678, 1e6):
@@ -124,9 +136,9 @@ def check_underflow() -> Check:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
     inputs, targets = torch.randn(64, 16), torch.randn(64, 1)
     tiny = 1e-9
-    _backward(model, inputs, targets, "fp32", 1.0, tiny)
+    _backward(model, inputs, targets, "fp32", None, tiny)
     reference = _gradients(model).clone()
-    _backward(model, inputs, targets, "fp16", 1.0, tiny)
+    _backward(model, inputs, targets, "fp16", None, tiny)
     survivors = int(_gradients(model).count_nonzero())
     scale = 2.0**24
     _backward(model, inputs, targets, "fp16", scale, tiny)
@@ -171,7 +183,7 @@ def _manual_step(
     scaler: ManualGradScaler,
 ) -> bool:
     optimizer.zero_grad(set_to_none=True)
-    with autocast("fp16", inputs.device.type):
+    with choose("fp16", inputs.device).autocast():
         loss = mse_loss(model(inputs).float(), targets)
     scaler.scale_loss(loss).backward()
     scaler.unscale_grads(model)
@@ -222,37 +234,20 @@ def check_large_inputs(sweep: list[dict[str, float | bool]]) -> Check:
 
 def check_against_torch(steps: int = 200) -> Check:
     """ManualGradScaler and torch.amp.GradScaler at one fixed scale, some batches overflowing."""
-    scale = 2.0**12
+    return _compare_with_torch("ManualGradScaler at a fixed scale", steps, _manual_steps, 2.0**12)
 
-    def manual(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], bool]:
-        scaler = ManualGradScaler(scale)
 
-        def step(loss: Tensor) -> bool:
-            scaler.scale_loss(loss).backward()
-            scaler.unscale_grads(model)
-            return scaler.step(optimizer)
+def check_policy_against_torch(steps: int = 200) -> Check:
+    """LossScaler with the policy torch and torch.amp.GradScaler, the scale moving for both."""
+    return _compare_with_torch("LossScaler with the policy torch", steps, _policy_steps, None)
 
-        return step
 
-    def reference(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], bool]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        taken: list[bool] = []
-        optimizer.register_step_post_hook(lambda *_: taken.append(True))
-
-        def step(loss: Tensor) -> bool:
-            taken.clear()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update(scale)
-            return bool(taken)
-
-        return step
-
-    ours, our_skips = _train_with(manual, steps)
-    theirs, their_skips = _train_with(reference, steps)
+def _compare_with_torch(name: str, steps: int, build: Build, fixed: float | None) -> Check:
+    ours, our_skips = _train_with(build, steps)
+    theirs, their_skips = _train_with(partial(_torch_steps, fixed=fixed), steps)
     same = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     return Check(
-        "200 steps against torch.amp.GradScaler",
+        f"{steps} steps against torch.amp.GradScaler: {name}",
         f"parameters {'bit-identical' if same else 'different'}; skipped {sum(our_skips)} and "
         f"{sum(their_skips)} steps, decisions {'equal' if our_skips == their_skips else 'differ'}",
         "bit-identical parameters, equal decisions, some steps skipped and some taken",
@@ -260,9 +255,47 @@ def check_against_torch(steps: int = 200) -> Check:
     )
 
 
-def _train_with(
-    build: Callable[[nn.Module, torch.optim.Optimizer], Callable[[Tensor], bool]], steps: int
-) -> tuple[list[Tensor], list[bool]]:
+def _manual_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], bool]:
+    scaler = ManualGradScaler(2.0**12)
+
+    def step(loss: Tensor) -> bool:
+        scaler.scale_loss(loss).backward()
+        scaler.unscale_grads(model)
+        return scaler.step(optimizer)
+
+    return step
+
+
+def _policy_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], bool]:
+    scaler = LossScaler(make_policy("torch", **_MOVING))
+
+    def step(loss: Tensor) -> bool:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return not scaler.skipped
+
+    return step
+
+
+def _torch_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, fixed: float | None
+) -> Callable[[Tensor], bool]:
+    scaler = torch.amp.GradScaler("cpu", **({"init_scale": fixed} if fixed else _MOVING))
+    taken: list[bool] = []
+    optimizer.register_step_post_hook(lambda *_: taken.append(True))
+
+    def step(loss: Tensor) -> bool:
+        taken.clear()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update(fixed)
+        return bool(taken)
+
+    return step
+
+
+def _train_with(build: Build, steps: int) -> tuple[list[Tensor], list[bool]]:
     """Train a small network in fp16; every 16th batch is 1000 times larger and overflows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -272,7 +305,7 @@ def _train_with(
     for index in range(steps):
         inputs = torch.randn(32, 16) * (1000.0 if index % 16 == 5 else 1.0)
         optimizer.zero_grad(set_to_none=True)
-        with autocast("fp16", "cpu"):
+        with choose("fp16").autocast():
             loss = mse_loss(model(inputs).float(), inputs[:, :1])
         skips.append(not step(loss))
     return [p.detach() for p in model.parameters()], skips
@@ -287,3 +320,4 @@ def run_checks(sweep: list[dict[str, float | bool]]) -> Iterator[Check]:
     yield check_overflow()
     yield check_large_inputs(sweep)
     yield check_against_torch()
+    yield check_policy_against_torch()

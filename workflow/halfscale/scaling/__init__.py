@@ -1,5 +1,6 @@
-"""Loss scaling: the hand-written scaler."""
+"""Loss scaling: the hand-written scaler, and the one that drives any policy."""
 
 from halfscale.scaling.manual import ManualGradScaler
+from halfscale.scaling.scaler import LossScaler
 
-__all__ = ["ManualGradScaler"]
+__all__ = ["LossScaler", "ManualGradScaler"]

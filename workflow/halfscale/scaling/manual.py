@@ -43,13 +43,16 @@ class ManualGradScaler:
         """
         if not (math.isfinite(init_scale) and 2.0**-127 <= init_scale <= 2.0**127):
             raise ValueError(f"init_scale must lie between 2**-127 and 2**127, got {init_scale!r}")
-        self.scale = float(init_scale)
+        # As fp32 holds it: the factor that the loss is really multiplied with.
+        self.scale = torch.tensor(init_scale, dtype=torch.float32).item()
         self.skipped_steps = 0
         self._non_finite: list[Tensor] | None = None
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss * S``; ``loss`` is any floating tensor, usually a scalar in fp32."""
-        return loss * self.scale
+        """Return ``loss * S``, in fp32 if ``loss`` is in half precision."""
+        # An fp16 loss times 2**16 would overflow by itself.
+        half = loss.dtype in (torch.float16, torch.bfloat16)
+        return (loss.float() if half else loss) * self.scale
 
     def unscale_grads(self, model: torch.nn.Module) -> None:
         """Multiply every gradient of the model's parameters by 1/S, in place.
