@@ -8,20 +8,41 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.amp import GradScaler
 
 from halfscale.plan import RunSpec
-from halfscale.precision import autocast, describe_arithmetic
+from halfscale.policies import FloorReached
+from halfscale.precision import Arithmetic, arithmetic
 from halfscale.records import TRACE_SCHEMA, Outcome, RunRecord, write_run
+from halfscale.scaling import LossScaler
 from halfscale.workloads import Workload, build_workload
 
 LARGEST_FP16 = 65504.0
 
 Trace = dict[str, list[Any]]
+
+
+class _Unscaled:
+    """The controls' scaler: nothing is scaled and every step is taken."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def update(self) -> None:
+        pass
+
+    def get_scale(self) -> float:
+        return 1.0
 
 
 class _Ended(Exception):
@@ -48,41 +69,60 @@ def train(spec: RunSpec, folder: Path, progress: Callable[[str], None] = print) 
     """
     _make_deterministic(spec)
     trace: Trace = {name: [] for name in TRACE_SCHEMA.names}
-    scaler = _build_scaler(spec)
+    scaler = LossScaler(spec.policy.make()) if spec.policy else _Unscaled()
     outcome: Outcome
-    try:
-        outcome, error = _run_steps(spec, scaler, trace, progress), None
-    except _Ended as ended:
-        outcome, error = ended.outcome, str(ended)
+    with arithmetic(spec.precision, spec.device) as used:
+        try:
+            outcome, error = _run_steps(spec, scaler, used, trace, progress), None
+        except _Ended as ended:
+            outcome, error = ended.outcome, str(ended)
     return write_run(
         folder,
         trace,
         spec=spec,
         outcome=outcome,
         error=error,
-        final_scale=scaler.get_scale() if scaler.is_enabled() else None,
-        environment=_environment(spec),
+        final_scale=scaler.get_scale() if spec.policy else None,
+        environment=_environment(spec, str(used)),
     )
 
 
+@dataclass(frozen=True)
+class _Training:
+    """What a step needs; ``taken`` is a counter that the optimizer itself raises."""
+
+    workload: Workload
+    scaler: LossScaler | _Unscaled
+    arithmetic: Arithmetic
+    taken: list[int]
+
+
 def _run_steps(
-    spec: RunSpec, scaler: GradScaler, trace: Trace, progress: Callable[[str], None]
+    spec: RunSpec,
+    scaler: LossScaler | _Unscaled,
+    used: Arithmetic,
+    trace: Trace,
+    progress: Callable[[str], None],
 ) -> Outcome:
     with _workload_code("building the workload"):
         workload = build_workload(spec.workload, spec.seed, spec.device, dict(spec.parameters))
-    applied_steps = _count_applied_steps(workload.optimizer)
+        training = _Training(workload, scaler, used, _count_taken_steps(workload.optimizer))
     every = max(1, spec.steps // 10)
     for step in range(spec.steps):
-        row = _train_step(spec, workload, scaler, applied_steps, step)
+        row = _train_step(training, step)
         for name, value in row.items():
             trace[name].append(value)
         if (step + 1) % every == 0 or step + 1 == spec.steps:
             progress(
                 f"step {step + 1}/{spec.steps}  loss {row['loss']:.6g}  scale {row['scale']:g}"
-                f"  skipped {step + 1 - applied_steps[0]}"
+                f"  skipped {step + 1 - training.taken[0]}"
             )
         if not math.isfinite(row["loss"]):
             raise _Ended("diverged", f"the loss became {row['loss']} in step {step}")
+        try:
+            scaler.update()
+        except FloorReached as floor:
+            raise _Ended("stuck", f"step {step}: {floor}") from floor
     largest = torch.stack(torch._foreach_norm(list(workload.model.parameters()), math.inf))
     if not bool(torch.isfinite(largest).all()):
         raise _Ended("diverged", "a parameter is not finite after the last step")
@@ -95,46 +135,64 @@ def _stuck_or_ok(applied: list[bool]) -> Outcome:
     return "stuck" if 2 * still_skipping >= len(applied) else "ok"
 
 
-def _train_step(
-    spec: RunSpec, workload: Workload, scaler: GradScaler, applied_steps: list[int], step: int
-) -> dict[str, Any]:
+def _train_step(training: _Training, step: int) -> dict[str, Any]:
+    """Everything of one step but the scaler's update; returns its row of the trace."""
     started = time.perf_counter()
-    scale = scaler.get_scale()
-    taken_before = applied_steps[0]
+    workload, scaler = training.workload, training.scaler
+    scale, taken_before = scaler.get_scale(), training.taken[0]
     with _workload_code(f"step {step}"):
         workload.optimizer.zero_grad(set_to_none=True)
-        batch = next(workload.batches)
-        with autocast(spec.precision, spec.device):
-            loss = workload.loss(workload.model, batch)
-        scaler.scale(loss).backward()
-    gradients = [p.grad for p in workload.model.parameters() if p.grad is not None]
-    if not gradients:
-        raise _Ended("failed", "no parameter of the model received a gradient")
+        losses = [_backward(training) for _ in range(workload.accumulate)]
+    gradients = _gradients(workload.model)
     scaler.unscale_(workload.optimizer)
     # One transfer from the device for all figures of the step.
-    figures = torch.stack(
+    loss, grad_norm, largest = torch.stack(
         [
-            loss.detach().float(),
+            torch.stack(losses).sum(),
             torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))),
             torch.stack(torch._foreach_norm(gradients, math.inf)).max(),
         ]
     ).tolist()
     with _workload_code(f"the optimizer in step {step}"):
+        if workload.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(workload.model.parameters(), workload.clip_norm)
         scaler.step(workload.optimizer)
-    scaler.update()
-    loss_value, grad_norm, largest = figures
-    applied = applied_steps[0] > taken_before
+        applied = training.taken[0] > taken_before
+        if applied and workload.scheduler is not None:
+            workload.scheduler.step()
     return {
         "step": step,
-        "loss": loss_value,
+        "loss": loss,
         "scale": scale,
         # With scaling a step is skipped exactly on an overflow; without, it is taken all the same.
-        "overflow": not applied if scaler.is_enabled() else not math.isfinite(largest),
+        "overflow": not math.isfinite(largest) if isinstance(scaler, _Unscaled) else not applied,
         "applied": applied,
         "grad_norm": grad_norm,
         "headroom": _headroom(largest * scale),
         "seconds": time.perf_counter() - started,
     }
+
+
+def _backward(training: _Training) -> torch.Tensor:
+    """One micro-batch forward and backward; returns its share of the step's loss, fp32."""
+    workload = training.workload
+    batch = next(workload.batches)
+    with training.arithmetic.autocast():
+        loss = workload.loss(workload.model, batch) / workload.accumulate
+    training.scaler.scale(loss).backward()
+    return loss.detach().float().squeeze()
+
+
+def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The gradients of the model, if they are such that they can be unscaled and measured."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not gradients:
+        raise _Ended("failed", "no parameter of the model received a gradient")
+    if any(gradient.is_sparse for gradient in gradients):
+        raise _Ended("failed", "a gradient is sparse; build the embedding with sparse=False")
+    if any(gradient.dtype in (torch.float16, torch.bfloat16) for gradient in gradients):
+        raise _Ended("failed", "a parameter is in half precision; keep the parameters in float32")
+    return gradients
 
 
 def _headroom(largest: float) -> float:
@@ -144,12 +202,7 @@ def _headroom(largest: float) -> float:
     return math.log2(LARGEST_FP16 / largest) if largest else math.inf
 
 
-def _build_scaler(spec: RunSpec) -> GradScaler:
-    parameters = spec.scaler.model_dump() if spec.scaler else {}
-    return GradScaler(spec.device, enabled=spec.scaler is not None, **parameters)
-
-
-def _count_applied_steps(optimizer: torch.optim.Optimizer) -> list[int]:
+def _count_taken_steps(optimizer: torch.optim.Optimizer) -> list[int]:
     """A counter that the optimizer itself raises, so that skipped steps are seen, not inferred."""
     count = [0]
 
@@ -166,7 +219,7 @@ def _workload_code(doing: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise _Ended("out-of-memory", f"{doing}: {error or 'out of memory'}") from error
+        raise _Ended("out-of-memory", f"{doing}: {str(error) or 'out of memory'}") from error
     except Exception as error:
         outcome: Outcome = "failed"
         if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
@@ -186,14 +239,14 @@ def _make_deterministic(spec: RunSpec) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def _environment(spec: RunSpec) -> dict[str, str | int]:
+def _environment(spec: RunSpec, used: str) -> dict[str, str | int]:
     on_gpu = spec.device == "cuda"
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "arithmetic": describe_arithmetic(spec.precision, spec.device),
+        "arithmetic": used,
         "threads": spec.threads,
         "source": spec.source,
     }

@@ -23,12 +23,18 @@ class Workload:
         optimizer: The optimizer over the model's parameters.
         batches: An endless iterator over batches on the device, in an order fixed by the seed.
         loss: ``loss(model, batch)`` gives the scalar loss; it is called under autocast.
+        clip_norm: Largest L2 norm of all gradients, clipped after they were unscaled; None: not.
+        accumulate: Micro-batches whose losses are averaged into one optimizer step.
+        scheduler: A learning rate scheduler, stepped after each step that was taken.
     """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterator[Any]
     loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+    clip_norm: float | None = None
+    accumulate: int = 1
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
 
 
 def build_workload(name: str, seed: int, device: str, parameters: dict[str, Any]) -> Workload:
