@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,8 +89,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     temporary = Path(name)
     try:
         write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
+        _sync(temporary)
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
     except BaseException as error:
@@ -97,6 +97,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         if isinstance(error, OSError) and error.filename is None:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
         raise
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def _umask() -> int:
@@ -120,7 +125,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_run(folder: Path, trace: Mapping[str, list[Any]], **record: Any) -> RunRecord:
-    """Write ``trace.parquet``, then ``run.json`` with the checksums that tie them together.
+    """Write ``trace.parquet`` and ``run.json``, with the checksums that tie them together.
+
+    Both are on the disk before either is put in place, so a full disk leaves the old pair whole.
 
     Args:
         folder: The run's folder, made if need be.
@@ -128,19 +135,25 @@ def write_run(folder: Path, trace: Mapping[str, list[Any]], **record: Any) -> Ru
         record: The fields of `RunRecord` that cannot be derived.
     """
     table = pa.table(dict(trace), schema=TRACE_SCHEMA)
-    path = folder / "trace.parquet"
-    write_atomically(path, lambda temporary: pq.write_table(table, temporary))
-    complete = RunRecord(
-        digest=record["spec"].digest,
-        steps_done=table.num_rows,
-        skipped_steps=table.num_rows - sum(trace["applied"]),
-        seconds=math.fsum(trace["seconds"]),
-        trace_sha256=file_digest(path),
-        **record,
-    )
-    content = complete.model_dump()
-    write_json(folder / "run.json", {**content, "checksum": _checksum(content)})
-    return complete
+    written: list[RunRecord] = []
+
+    def write(temporary: Path) -> None:
+        pq.write_table(table, temporary)
+        _sync(temporary)
+        complete = RunRecord(
+            digest=record["spec"].digest,
+            steps_done=table.num_rows,
+            skipped_steps=table.num_rows - sum(trace["applied"]),
+            seconds=math.fsum(trace["seconds"]),
+            trace_sha256=file_digest(temporary),
+            **record,
+        )
+        content = complete.model_dump()
+        write_json(folder / "run.json", {**content, "checksum": _checksum(content)})
+        written.append(complete)
+
+    write_atomically(folder / "trace.parquet", write)
+    return written[0]
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -179,11 +192,12 @@ def _read_record(path: Path, folder: Path) -> RunRecord:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         record = RunRecord.model_validate(content)
+        computed = _checksum(record.model_dump())  # a ValueError if a number is not finite
     except FileNotFoundError:
         _refuse(path, folder, "is missing")
     except (ValueError, KeyError, AttributeError, TypeError, ValidationError):
         _refuse(path, folder, "is truncated or no run record")
-    if _checksum(record.model_dump()) != checksum:
+    if computed != checksum:
         _refuse(path, folder, "was edited after it was written")
     return record
 
@@ -191,5 +205,5 @@ def _read_record(path: Path, folder: Path) -> RunRecord:
 def _refuse(path: Path, folder: Path, reason: str) -> NoReturn:
     raise RecordError(
         f"{path} {reason}. Mend it: remove the folder and run the same command again: "
-        f"rm -r {folder}"
+        f"rm -r {shlex.quote(str(folder))}"
     ) from None
