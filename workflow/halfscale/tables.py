@@ -23,10 +23,15 @@ from halfscale.verdict import paired_interval
 TARGET_SHARE = 0.05
 STALLED_SHARE = 0.05
 
+# What acts only when the scale rises, and only when it falls, over all policies.
+GROWTH_KNOBS = ("growth_factor", "growth_interval", "factor", "max_scale")
+BACKOFF_KNOBS = ("backoff_factor", "hysteresis", "tolerance", "threshold", "min_scale")
+
 RUN_COLUMNS = {
     "workload": "name of the workload",
     "configuration": "name of the configuration or control",
     "control": "whether it is a control (never recommended)",
+    "policy": "the rule that moves its scale; empty for controls",
     "seed": "the seed",
     "outcome": "ok, diverged, stuck, stalled, out-of-memory or failed",
     "error": "the error's text, empty if there was none",
@@ -54,6 +59,7 @@ CONFIGURATION_COLUMNS = {
     "workload": "name of the workload",
     "configuration": "name of the configuration or control",
     "control": "whether it is a control",
+    "policy": "the rule that moves its scale; empty for controls",
     "runs": "number of seeds",
     "ok": "runs that ended ok",
     "diverged": "runs whose loss or parameters became non-finite",
@@ -100,13 +106,14 @@ def measure_run(spec: RunSpec, record: RunRecord, trace: pa.Table) -> dict[str, 
         "workload": spec.workload,
         "configuration": spec.arm,
         "control": spec.is_control,
+        "policy": spec.policy.policy if spec.policy else "",
         "seed": spec.seed,
         "outcome": record.outcome,
         "error": record.error,
         "steps": spec.steps,
         "steps_done": done,
         "initial_loss": loss[0] if done else math.nan,
-        "final_loss": smoothed[-1] if done else math.nan,
+        "final_loss": smoothed[-1] if done and math.isfinite(loss[-1]) else math.nan,
         "skipped_steps": int((~applied).sum()),
         "longest_skip_streak": _longest_streak(~applied),
         "growths": growths,
@@ -133,10 +140,10 @@ def _longest_streak(skipped: np.ndarray) -> int:
 
 
 def _inert_knobs(spec: RunSpec, growths: int, backoffs: int) -> str:
-    if spec.scaler is None:
+    if spec.policy is None:
         return ""
-    growth = "" if growths else "growth_factor, growth_interval"
-    return ", ".join(filter(None, [growth, "" if backoffs else "backoff_factor"]))
+    idle = (() if growths else GROWTH_KNOBS) + (() if backoffs else BACKOFF_KNOBS)
+    return ", ".join(knob for knob in idle if knob in spec.policy.parameters)
 
 
 def collect_runs(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -220,6 +227,7 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
                 "workload": workload,
                 "configuration": name,
                 "control": name in CONTROLS,
+                "policy": group["policy"].iloc[0],
                 "runs": len(group),
                 **_count_outcomes(group),
                 "reached": int(np.isfinite(group["steps_to_target"]).sum()),
