@@ -31,14 +31,15 @@ def build_recommendation(plan: Plan, runs: pd.DataFrame, verdict: Verdict) -> di
         depends on what was trained and how the losses went, not on times.
     """
     name = verdict.recommended
-    parameters = plan.configurations[name] if name else None
+    choice = plan.configurations[name] if name else None
     return {
         "schema_version": SCHEMA,
         "kind": verdict.kind,
         "sentence": verdict.sentence,
         "recommended": name,
-        "parameters": parameters.model_dump() if parameters else None,
-        "constructor": parameters.constructor(plan.device) if parameters else None,
+        "policy": choice.policy if choice else None,
+        "parameters": choice.parameters if choice else None,
+        "constructor": choice.constructor(plan.device) if choice else None,
         "deciding_step": verdict.deciding_step,
         "winning_set": verdict.winning_set,
         "rejected": verdict.rejected,
@@ -46,6 +47,7 @@ def build_recommendation(plan: Plan, runs: pd.DataFrame, verdict: Verdict) -> di
             {"configurations": group, "inert_knobs": _inert_in_all(runs, group)}
             for group in verdict.identical
         ],
+        "policies": {key: choice.policy for key, choice in sorted(plan.configurations.items())},
         "scores": {
             key: {
                 **asdict(score),
