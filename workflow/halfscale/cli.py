@@ -103,7 +103,7 @@ def _end_with_owner() -> None:
 @_by_hand
 def check(config: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
     """Check a configuration file and say what it would run."""
-    from halfscale.plan import build_plan
+    from halfscale.planner import build_plan
 
     plan = build_plan(read_config(config), str(config))
     runs = list(plan.runs())
@@ -189,19 +189,26 @@ def verdict(
     plan: Annotated[Path, typer.Option(help="The plan's file beside the tables.")],
     runs: Annotated[Path, typer.Option(help="The table of runs.")],
     output: Annotated[Path, typer.Option(help="recommendation.json")],
+    settings: Annotated[Path, typer.Option(help="Folder for the settings of each tool.")],
 ) -> None:
     """Name the recommended configuration, or say that there is no winner."""
     import pandas as pd
 
     from halfscale.export import build_recommendation
     from halfscale.plan import Plan
-    from halfscale.records import write_json
+    from halfscale.records import write_json, write_text
+    from halfscale.settings import express, write_settings
     from halfscale.verdict import decide
 
     checked = Plan.model_validate_json(plan.read_text(encoding="utf-8"))
     table = pd.read_csv(runs)
     decided = decide(table, checked.configurations)
     write_json(output, build_recommendation(checked, table, decided))
+    if decided.recommended:
+        choice = checked.configurations[decided.recommended]
+        write_settings(express(choice.policy, choice.parameters, checked.device), settings)
+    else:
+        write_text(settings / "settings.md", f"{decided.sentence} There are no settings.\n")
     print(decided.sentence)
 
 
@@ -242,6 +249,42 @@ def report(
     execute_notebook(NOTEBOOK, executed, attempt, parameters)
     render_page(executed, page)
     print(f"{page}: {page.stat().st_size / 1e6:.2f} MB")
+
+
+@_by_hand
+def simulate(
+    policy: Annotated[list[str], typer.Option(help="A policy; give several to compare them.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value, or policy.key=value for one of several policies."),
+    ] = None,
+    pattern: Annotated[
+        str | None, typer.Option(help="F for a finite step, X for an overflow, such as FFXFF.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A recorded run: its folder or its trace.parquet.")
+    ] = None,
+    largest_gradient: Annotated[
+        float | None, typer.Option(help="Largest unscaled gradient, for policies that use it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole state at each step.")] = False,
+) -> None:
+    """Print the scale after each step of a pattern, as a policy would have moved it."""
+    from halfscale.simulate import parse_pattern, read_trace, short, side_by_side, simulate_all
+
+    if (pattern is None) == (trace is None):
+        raise ValueError("give either --pattern, such as --pattern FFXFF, or --trace")
+    steps = read_trace(trace) if trace else parse_pattern(pattern or "", largest_gradient)
+    simulations = simulate_all(policy, settings or [], steps)
+    if as_json:
+        print(json.dumps({s.name: {"states": s.states, "ended": s.ended} for s in simulations}))
+    elif len(simulations) == 1:
+        print(*map(short, simulations[0].scales))
+    else:
+        print(side_by_side(simulations, steps))
+    for simulation in simulations:
+        if simulation.ended:
+            print(f"{simulation.name} gave up in {simulation.ended}", file=sys.stderr)
 
 
 @app.callback(invoke_without_command=True)
