@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from IPython.display import HTML
 
+from halfscale.settings import TOOLS, express
 from halfscale.tables import CONFIGURATION_COLUMNS, RUN_COLUMNS
 
 _CAPTIONS = {
@@ -58,19 +59,38 @@ class Page:
             f"<p class='answer {escape(verdict['kind'].replace(' ', '-'))}'>"
             f"{escape(verdict['sentence'])}</p>{code}"
             f"<p class='evidence'>{evidence['runs']} runs stand behind this ({shown}): "
-            f"{len(evidence['workloads'])} workloads × {self.runs['configuration'].nunique()} arms "
-            f"× {len(evidence['seeds'])} seeds on {escape(evidence['device'])}. "
+            f"{_counted(len(evidence['workloads']), 'workload')} × "
+            f"{self.runs['configuration'].nunique()} arms × "
+            f"{_counted(len(evidence['seeds']), 'seed')} on {escape(evidence['device'])}. "
             f"The scaler passed {passed} of {len(self.checks)} checks. Evidence "
             f"<code>{evidence['digest'][:12]}</code>.</p>{self._interval_note()}"
         )
 
+    def settings(self) -> HTML:
+        """The recommended set in each tool's own words, and what a tool cannot express."""
+        verdict = self.verdict
+        if not verdict["recommended"]:
+            return HTML("<p>There is no recommended set.</p>")
+        device = verdict["evidence"]["device"]
+        parts = []
+        for setting in express(verdict["policy"], verdict["parameters"], device).values():
+            notes = "".join(f"<li>{escape(note)}</li>" for note in setting.notes)
+            kind = "exact" if setting.exact else "not exact, see the notes"
+            parts.append(
+                f"<details><summary>{escape(TOOLS[setting.tool])} ({kind})</summary>"
+                f"<pre class='paste'><code>{escape(setting.text)}</code></pre><ul>{notes}</ul>"
+                "</details>"
+            )
+        return HTML("".join(parts))
+
     def _interval_note(self) -> str:
         parameters = self.verdict["parameters"]
         shortest = min(self.verdict["evidence"]["workloads"].values())
-        if not parameters or parameters["growth_interval"] > shortest:
+        interval = (parameters or {}).get("growth_interval", shortest + 1)
+        if interval > shortest:
             return ""
         return (
-            f"<p class='note'>growth_interval = {parameters['growth_interval']} acted within runs "
+            f"<p class='note'>growth_interval = {interval} acted within runs "
             f"of {shortest} steps and more; a training of many thousand steps can afford a longer "
             "one (PyTorch's default is 2000).</p>"
         )
@@ -118,6 +138,7 @@ class Page:
         rows = [
             {
                 "configuration": name,
+                "policy": self.verdict["policies"][name],
                 "steps against fp32": _with_limits(score["ratio"]),
                 "steps against the best": _with_limits(score["against_best"]),
                 "reached": f"{score['reached']} of {score['runs']}",
@@ -128,6 +149,32 @@ class Page:
         return (
             table(pd.DataFrame(rows)) if rows else HTML("<p>Every configuration was rejected.</p>")
         )
+
+    def by_policy(self) -> HTML:
+        """Where several policies were compared: how each did, its best configuration first."""
+        policies: dict[str, list[str]] = {}
+        for name, policy in self.verdict["policies"].items():
+            policies.setdefault(policy, []).append(name)
+        if len(policies) == 1:
+            return HTML("")
+        rows = [self._policy_row(policy, names) for policy, names in policies.items()]
+        frame = pd.DataFrame(rows).sort_values("steps against fp32", na_position="last")
+        return HTML(f"<h3>By policy</h3>{table(frame).data}")
+
+    def _policy_row(self, policy: str, names: list[str]) -> dict[str, Any]:
+        scores = self.verdict["scores"]
+        kept = [name for name in names if name in scores]
+        best = min(kept, key=lambda name: scores[name]["ratio"]["estimate"], default=None)
+        score = scores[best] if best else None
+        inside = sum(name in self.verdict["winning_set"] for name in names)
+        return {
+            "policy": policy,
+            "its best configuration": best or "none: all rejected",
+            "steps against fp32": score["ratio"]["estimate"] if score else math.nan,
+            "skipped steps a run": score["skipped_steps"] if score else math.nan,
+            "in the winning set": f"{inside} of {len(names)}",
+            "rejected": len(names) - len(kept),
+        }
 
     def configuration_table(self) -> HTML:
         """What was measured, a row per workload and arm."""
@@ -178,6 +225,10 @@ class Page:
             "<details><summary>Columns of results/tables/runs.csv</summary>"
             f"{_definitions(RUN_COLUMNS)}</details>"
         )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _definitions(columns: Mapping[str, str]) -> str:

@@ -92,7 +92,8 @@ def draw_loss(evidence: Evidence) -> tuple[Figure, str]:
     _shared_legend(figure, panels)
     finals = evidence.configurations
     parts = [
-        f"{row.workload}, {row.configuration}: final loss {row.final_loss:.4g}"
+        f"{row.workload}, {row.configuration}: "
+        + ("no final loss" if math.isnan(row.final_loss) else f"final loss {row.final_loss:.4g}")
         for row in finals.itertuples()
     ]
     return figure, "Loss over steps, median over seeds. " + "; ".join(parts) + "."
@@ -230,7 +231,14 @@ def draw_ranking(evidence: Evidence) -> tuple[Figure, str]:
             + ("" if inside else ", told apart from the best")
         )
     axis.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
-    names = [f"{name}  ★" if name == verdict["recommended"] else name for name in order]
+    policies = verdict["policies"]
+    several = len(set(policies.values())) > 1
+    names = [
+        name
+        + (f" ({policies[name]})" if several and name != policies[name] else "")
+        + ("  ★" if name == verdict["recommended"] else "")
+        for name in order
+    ]
     axis.set_yticks(range(len(order)), names)
     axis.invert_yaxis()
     axis.set_xlabel("steps to the target ÷ fp32's of the same seed (1 = as fast as fp32)")
@@ -295,6 +303,7 @@ def draw_all(evidence: Evidence, folder: Path) -> None:
         OSError: If a file cannot be written.
     """
     apply_theme()
+    np.random.seed(0)  # seaborn's jitter takes from it, and the files would vary
     for name, draw in FIGURES.items():
         figure, alternative = draw(evidence)
         write_atomically(

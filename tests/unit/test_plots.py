@@ -1,0 +1,262 @@
+"""Figures: drawn from the tables, one colour an arm, with texts that state the numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from halfscale.plots import (
+    FIGURES,
+    Evidence,
+    draw_all,
+    draw_loss,
+    draw_ranking,
+    draw_scale,
+    draw_skipped,
+    draw_sweep,
+)
+
+from .crafted import Made, make, make_plan, sweep_table
+
+
+def evidence_of(made: Made) -> Evidence:
+    return Evidence(made.runs, made.configurations, made.steps, sweep_table(), made.recommendation)
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+@pytest.fixture(scope="module")
+def folder(contested: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All figures of the contested runs."""
+    path = tmp_path_factory.mktemp("plots")
+    draw_all(evidence_of(contested), path)
+    return path
+
+
+def alternative(folder: Path, name: str) -> str:
+    return (folder / f"{name}.txt").read_text("utf-8")
+
+
+def test_every_figure_has_a_picture_and_a_text(folder: Path) -> None:
+    names = {"ranking", "loss", "scale", "skipped", "sweep"}
+    assert set(FIGURES) == names
+    expected = {f"{name}.{kind}" for name in names for kind in ("svg", "txt")}
+    assert {path.name for path in folder.iterdir()} == expected
+    for name in names:
+        assert re.search(r"\d", alternative(folder, name))
+        assert len(alternative(folder, name).strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_picture_is_whole_and_asks_nobody_for_anything(folder: Path, name: str) -> None:
+    root = ElementTree.fromstring((folder / f"{name}.svg").read_text("utf-8"))
+    assert root.tag.endswith("svg")
+    for element in root.iter():
+        assert not element.tag.endswith("script")
+        for key, value in element.attrib.items():
+            if key.endswith("href"):
+                assert value.startswith(("#", "data:"))
+
+
+def test_figures_drawn_twice_are_the_same_bytes(
+    contested: Made, folder: Path, tmp_path: Path
+) -> None:
+    draw_all(evidence_of(contested), tmp_path)
+    for path in folder.iterdir():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_the_text_of_the_losses_states_each_final_loss(contested: Made, folder: Path) -> None:
+    text = alternative(folder, "loss")
+    medians = contested.runs.groupby(["workload", "configuration"])["final_loss"].median()
+    assert len(medians) == 16
+    for (workload, name), loss in medians.items():
+        assert f"{workload}, {name}: final loss {loss:.4g}" in text
+
+
+def test_the_text_of_the_skipped_steps_states_each_mean(contested: Made, folder: Path) -> None:
+    text = alternative(folder, "skipped")
+    assert "binary, default: 2;" in text
+    assert "digits, slow: 5;" in text
+    assert "binary, fast: 0;" in text
+    assert "fp32" not in text
+
+
+def test_the_text_of_the_scales_states_where_they_ended(contested: Made, folder: Path) -> None:
+    text = alternative(folder, "scale")
+    # slow: 2^20, five overflows; clean steps 5-49 and 51-99 give 2 growths each.
+    assert "binary, slow: final scale 2^19, 4 growths, 5 backoffs" in text
+    assert "binary, twin: final scale 2^6, 0 growths, 0 backoffs" in text
+
+
+def test_the_text_of_the_ranking_states_each_ratio_and_interval(
+    contested: Made, folder: Path
+) -> None:
+    text = alternative(folder, "ranking")
+    for name, score in contested.verdict.scores.items():
+        ratio = score.ratio
+        assert f"{name}: {ratio.estimate:.3f} ({ratio.low:.3f} to {ratio.high:.3f})" in text
+    assert re.search(r"slow: [^;]*told apart", text)
+    assert not re.search(r"fast: [^;]*told apart", text)
+    assert "broken" not in text
+
+
+def test_the_text_of_the_sweep_states_the_limit(folder: Path) -> None:
+    text = alternative(folder, "sweep")
+    assert "2^-10" in text
+    assert "34 larger scales" in text
+    assert "2^24" in text
+
+
+def legend_colours(figure: Figure) -> dict[str, str]:
+    legend = figure.legends[0]
+    handles = zip(legend.get_texts(), legend.legend_handles, strict=True)
+    return {text.get_text(): to_hex(handle.get_color()) for text, handle in handles}  # type: ignore[union-attr]
+
+
+def ranking_colours(figure: Figure) -> dict[str, str]:
+    (axis,) = figure.axes
+    labels = [label.get_text().removesuffix("  ★") for label in axis.get_yticklabels()]
+    colours = {
+        round(float(np.asarray(line.get_ydata())[0])): to_hex(line.get_color())  # type: ignore[arg-type]
+        for line in axis.lines
+        if len(np.asarray(line.get_ydata())) == 1
+    }
+    return {label: colours[position] for position, label in enumerate(labels)}
+
+
+def skipped_colours(figure: Figure) -> list[dict[str, str]]:
+    found = []
+    for axis in figure.axes:
+        labels = [label.get_text() for label in axis.get_yticklabels()]
+        bars = sorted(axis.patches, key=lambda bar: bar.get_y())  # type: ignore[attr-defined]
+        colours = [to_hex(bar.get_facecolor()) for bar in bars]
+        found.append(dict(zip(labels, colours, strict=True)))
+    return found
+
+
+def test_an_arm_has_one_colour_in_every_figure(contested: Made) -> None:
+    evidence = evidence_of(contested)
+    expected = {name: style.colour for name, style in evidence.styles.items()}
+    loss = legend_colours(draw_loss(evidence)[0])
+    assert loss == expected
+    scale = legend_colours(draw_scale(evidence)[0])
+    assert scale.keys() == set(contested.plan.configurations)
+    for drawn in (scale, ranking_colours(draw_ranking(evidence)[0])):
+        assert drawn == {name: expected[name] for name in drawn}
+    for panel in skipped_colours(draw_skipped(evidence)[0]):
+        # Bars are seaborn's: a little less saturated, but in the same order of hues.
+        assert list(panel) == sorted(contested.plan.configurations)
+        assert len(set(panel.values())) == len(panel)
+
+
+def test_a_colour_does_not_change_when_another_arm_has_no_steps(contested: Made) -> None:
+    evidence = evidence_of(contested)
+    steps = evidence.steps
+    without = steps[(steps["configuration"] != "broken") | (steps["workload"] != "binary")]
+    fewer = Evidence(
+        evidence.runs, evidence.configurations, without, evidence.sweep, evidence.recommendation
+    )
+    assert legend_colours(draw_scale(fewer)[0]) == legend_colours(draw_scale(evidence)[0])
+
+
+def test_the_recommended_one_is_starred_and_those_told_apart_are_hollow(contested: Made) -> None:
+    figure, _ = draw_ranking(evidence_of(contested))
+    (axis,) = figure.axes
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    starred = [label for label in labels if "★" in label]
+    assert starred == [f"{contested.verdict.recommended}  ★"]
+    points = [line for line in axis.lines if line.get_marker() not in ("None", "")]
+    hollow = {
+        labels[int(np.asarray(line.get_ydata())[0])].removesuffix("  ★")  # type: ignore[arg-type]
+        for line in points
+        if line.get_markerfacecolor() == "white"
+    }
+    assert hollow == set(contested.verdict.scores) - set(contested.verdict.winning_set)
+
+
+def test_overflows_are_marked_where_they_happened(contested: Made) -> None:
+    figure, _ = draw_scale(evidence_of(contested))
+    crosses = {
+        line.get_color(): sorted(set(np.asarray(line.get_xdata()).tolist()))
+        for line in figure.axes[0].lines
+        if line.get_marker() == "x" and len(np.asarray(line.get_xdata()))
+    }
+    styles = evidence_of(contested).styles
+    assert crosses == {styles["default"].colour: [3, 30], styles["slow"].colour: [0, 1, 2, 3, 50]}
+
+
+def test_a_tie_is_drawn_with_every_point_filled(tied: Made, tmp_path: Path) -> None:
+    figure, text = draw_ranking(evidence_of(tied))
+    figure.savefig(tmp_path / "ranking.svg")
+    assert "told apart" not in text
+    faces = {line.get_markerfacecolor() for line in figure.axes[0].lines}
+    assert "white" not in faces
+
+
+def test_rejections_of_everything_are_drawn(hopeless: Made, tmp_path: Path) -> None:
+    draw_all(evidence_of(hopeless), tmp_path)
+    assert "none" in alternative(tmp_path, "ranking")
+    for name in FIGURES:
+        assert not re.search(r"\bnan\b|\binf\b", alternative(tmp_path, name)), name
+
+
+def test_runs_that_all_failed_before_their_first_step_are_drawn(
+    contested: Made, tmp_path: Path
+) -> None:
+    evidence = evidence_of(contested)
+    nothing = Evidence(
+        evidence.runs.assign(final_loss=np.nan, skipped_steps=0, outcome="failed"),
+        evidence.configurations.assign(final_loss=np.nan),
+        evidence.steps.iloc[:0],
+        evidence.sweep,
+        {**evidence.recommendation, "scores": {}, "winning_set": [], "recommended": None},
+    )
+    for name, draw in FIGURES.items():
+        draw(nothing)[0].savefig(tmp_path / f"{name}.svg")
+
+
+def test_losses_that_are_not_finite_are_drawn(contested: Made, tmp_path: Path) -> None:
+    evidence = evidence_of(contested)
+    steps = evidence.steps.copy()
+    steps.loc[steps["configuration"] == "slow", "loss"] = np.nan
+    steps.loc[steps["step"] == 99, "loss"] = np.inf
+    diverged = Evidence(
+        evidence.runs, evidence.configurations, steps, evidence.sweep, evidence.recommendation
+    )
+    figure, _ = draw_loss(diverged)
+    figure.savefig(tmp_path / "loss.svg")
+
+
+def test_one_workload_and_one_seed_are_drawn(tmp_path: Path) -> None:
+    made = make(tmp_path, make_plan(seeds=[0]))
+    for name, draw in FIGURES.items():
+        figure, text = draw(evidence_of(made))
+        figure.savefig(tmp_path / f"{name}.svg")
+        assert "nan" not in text
+
+
+def test_a_sweep_read_back_from_the_disk_is_drawn(contested: Made, tmp_path: Path) -> None:
+    sweep_table().to_csv(tmp_path / "sweep.csv", index=False)
+    evidence = evidence_of(contested)
+    again = Evidence(
+        evidence.runs,
+        evidence.configurations,
+        evidence.steps,
+        pd.read_csv(tmp_path / "sweep.csv"),
+        evidence.recommendation,
+    )
+    assert draw_sweep(again)[1] == draw_sweep(evidence)[1]
