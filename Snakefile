@@ -14,22 +14,22 @@ from halfscale import guard, sources
 
 PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles)
 RUNS = list(PLAN.runs())
+FIGURES = guard.FIGURES
 STARTED = time.time()
 
 guard.prepare_jobs()
 if workflow.is_main_process:
     guard.clear_stale_locks()
     # A module's prefix goes before every relative path of a rule.
-    guard.stop_if_outdated(
-        PLAN, Path(workflow.modifier.path_modifier.modify("results"))
-    )
+    RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
+    guard.reopen_failed(PLAN, RESULTS)
+    guard.stop_if_outdated(PLAN, RESULTS)
 
 
 rule all:
     default_target: True
     input:
-        "reports/summary.html",
-        "reports/recommendation.json",
+        guard.list_targets(PLAN),
 
 
 include: "workflow/rules/verify.smk"

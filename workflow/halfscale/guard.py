@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,12 +18,19 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from halfscale.config import ConfigError, read_config
-from halfscale.plan import Plan, build_plan
+from halfscale.plan import Plan, RunSpec
+from halfscale.planner import build_plan
 
 OWNER = "HALFSCALE_OWNER_PID"
 
+FIGURES = ("ranking", "loss", "scale", "skipped", "sweep")
+
 _LOCK_FOLDER = Path(".snakemake", "locks")
 _held: list[FileLock] = []
+_OURS = re.compile(
+    r"(^|/)(results/(runs/[^/]+/[^/]+/seed[0-9]+/run\.json|tables/runs\.csv|plots/loss\.svg"
+    r"|verification/checks\.csv)|reports/(recommendation\.json|summary\.html))$"
+)
 
 
 def prepare_jobs() -> None:
@@ -68,6 +76,24 @@ def load_plan(
         return build_plan(merged, source)
     except ConfigError as error:
         sys.exit(f"halfscale: {error}")
+
+
+def list_targets(plan: Plan) -> list[str]:
+    """Every file the workflow makes, relative to the working folder.
+
+    Not only the page: a file that is missing in the middle of the chain would not be made again
+    while all that comes after it is there.
+    """
+    runs = [run.folder.as_posix() for run in plan.runs()]
+    results = [
+        *(f"{run}/{file}" for run in runs for file in ("run.json", "trace.parquet")),
+        *(f"verification/{table}.csv" for table in ("checks", "sweep")),
+        *(f"tables/{table}.csv" for table in ("runs", "configurations")),
+        *(f"tables/{file}" for file in ("steps.parquet", "orphans.json", "plan.json")),
+        *(f"plots/{figure}.{kind}" for figure in FIGURES for kind in ("svg", "txt")),
+    ]
+    reports = ("recommendation.json", "settings", "summary.ipynb", "summary.html")
+    return [*(f"results/{file}" for file in results), *(f"reports/{file}" for file in reports)]
 
 
 def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,16 +146,7 @@ def _hold_lock(patience: float = 0.0) -> bool:
 
 
 def _is_ours(file: str) -> bool:
-    return file.endswith(
-        (
-            "/run.json",
-            "results/tables/runs.csv",
-            "reports/recommendation.json",
-            "reports/summary.html",
-            "results/verification/checks.csv",
-            "results/plots/loss.svg",
-        )
-    )
+    return bool(_OURS.search(file))
 
 
 def stop_if_outdated(plan: Plan, results: Path) -> None:
@@ -167,9 +184,48 @@ def stop_if_outdated(plan: Plan, results: Path) -> None:
         )
 
 
+def reopen_failed(plan: Plan, results: Path) -> None:
+    """Let Snakemake run again what failed while an older result was kept.
+
+    Snakemake records the parameters of a failed job as if it had finished (its issue 3808), so the
+    kept result of another specification would count as up to date. Such a file is marked as
+    Snakemake marks interrupted ones; the profile's ``rerun-incomplete`` then makes it again.
+    """
+    for spec in plan.runs():
+        folder = results / spec.folder
+        digest = _recorded_digest(folder)
+        if digest in (None, spec.digest) or _finished(results / "logs" / "train", spec):
+            continue
+        name = _record_name(folder / "run.json")
+        try:
+            record = json.loads(Path(".snakemake", "metadata", name).read_bytes())
+            claims_it = any(spec.canonical_json() in text for text in record["params"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if claims_it:
+            mark = Path(".snakemake", "incomplete", name)
+            mark.parent.mkdir(exist_ok=True)
+            mark.write_text('{"external_jobid": null}', encoding="utf-8")
+
+
+def _finished(logs: Path, spec: RunSpec) -> bool:
+    """Whether the last job of this run was for this specification and came to an outcome."""
+    log = logs / spec.workload / spec.arm / f"seed{spec.seed}.log"
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return f"({spec.digest})" in text and "\noutcome: " in text
+
+
+def _record_name(path: Path) -> str:
+    """The name under which Snakemake keeps what it knows of a file: its path in base64."""
+    return base64.urlsafe_b64encode(path.as_posix().encode()).decode()
+
+
 def _is_recorded(path: Path) -> bool:
-    """Whether Snakemake keeps metadata of a file (its name there is the path in base64)."""
-    name = base64.urlsafe_b64encode(path.as_posix().encode()).decode()
+    """Whether Snakemake keeps metadata of a file."""
+    name = _record_name(path)
     # A file whose job was interrupted is marked incomplete instead, and made again for that.
     return any(Path(".snakemake", kind, name).exists() for kind in ("metadata", "incomplete"))
 

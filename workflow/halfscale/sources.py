@@ -14,10 +14,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 NOTEBOOK = PACKAGE.parent / "notebooks" / "summary.ipynb"
 
-TRAINING = ("train.py", "precision.py", "scaling/*.py", "workloads/__init__.py")
-VERIFICATION = ("verify.py", "precision.py", "scaling/*.py")
+TRAINING = ("train.py", "precision/*.py", "scaling/*.py", "policies/*.py", "workloads/__init__.py")
+VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
 TABLES = ("tables.py", "records.py", "verdict.py")
-VERDICT = ("verdict.py", "export.py")
+VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
 PLOTS = ("plots.py", "style.py")
 REPORT = ("report.py", "fragments.py")
 

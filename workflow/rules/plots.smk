@@ -1,6 +1,3 @@
-FIGURES = ["ranking", "loss", "scale", "skipped", "sweep"]
-
-
 rule plots:
     input:
         tables=expand(
@@ -25,5 +22,5 @@ rule plots:
         results=lambda wildcards, input: Path(input.sweep).parents[1],
     shell:
         ": code {params.source}\n"
-        "python -m halfscale plots --results {params.results:q}"
+        "python -P -m halfscale plots --results {params.results:q}"
         " --recommendation {input.recommendation:q} > {log:q}"

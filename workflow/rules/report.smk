@@ -25,6 +25,6 @@ rule summary:
         / "summary.ipynb",
     shell:
         ": code {params.source} {params.notebook_digest}\n"
-        "python -m halfscale report --results {params.results:q}"
+        "python -P -m halfscale report --results {params.results:q}"
         " --recommendation {input.recommendation:q} --executed {output.executed:q}"
         " --page {output.page:q} --attempt {params.attempt:q} > {log:q}"

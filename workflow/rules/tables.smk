@@ -21,7 +21,7 @@ rule tables:
         source=sources.source_digest(*sources.TABLES),
     shell:
         ": code {params.source}\n"
-        "python -m halfscale tables --plan {params.plan:q}"
+        "python -P -m halfscale tables --plan {params.plan:q}"
         ' --results "$(dirname "$(dirname {output.runs:q})")" > {log:q}'
 
 
@@ -31,6 +31,7 @@ rule verdict:
         plan="results/tables/plan.json",
     output:
         recommendation="reports/recommendation.json",
+        settings=directory("reports/settings"),
     log:
         "results/logs/verdict.log",
     conda:
@@ -39,5 +40,5 @@ rule verdict:
         source=sources.source_digest(*sources.VERDICT),
     shell:
         ": code {params.source}\n"
-        "python -m halfscale verdict --plan {input.plan:q} --runs {input.runs:q}"
-        " --output {output.recommendation:q} > {log:q}"
+        "python -P -m halfscale verdict --plan {input.plan:q} --runs {input.runs:q}"
+        " --output {output.recommendation:q} --settings {output.settings:q} > {log:q}"

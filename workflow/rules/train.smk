@@ -23,5 +23,5 @@ rule train:
     message:
         "train workload={wildcards.workload} configuration={wildcards.arm} seed={wildcards.seed}"
     shell:
-        "python -m halfscale train --spec {params.spec:q}"
+        "python -P -m halfscale train --spec {params.spec:q}"
         ' --folder "$(dirname {output.run:q})" > {log:q}'

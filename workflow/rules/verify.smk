@@ -16,4 +16,4 @@ rule verify:
         source=sources.source_digest(*sources.VERIFICATION),
     shell:
         ": code {params.source}\n"
-        'python -m halfscale verify --folder "$(dirname {output.checks:q})" > {log:q}'
+        'python -P -m halfscale verify --folder "$(dirname {output.checks:q})" > {log:q}'

@@ -1,0 +1,103 @@
+"""Parsing the workflow: clean, quick, without torch; what each job asks for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .driver import NOTHING, Bench, clean_environment
+
+
+def test_lint_finds_nothing(empty: Bench) -> None:
+    finished = empty.snakemake("--lint")
+    assert finished.code == 0, finished.text
+    assert "Congratulations, your workflow is in a good condition!" in finished.text
+
+
+@pytest.mark.parametrize("module", ["torch", "matplotlib", "papermill", "sklearn"])
+def test_parsing_imports_nothing_slow(bench: Bench, tmp_path: Path, module: str) -> None:
+    stub = tmp_path / "stubs" / module
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
+    bench.environment["PYTHONPATH"] = str(stub.parent)
+    proof = subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        env=clean_environment() | bench.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert "imported" in proof.stderr
+    assert bench.plan() == NOTHING
+
+
+def pretend_gpus(folder: Path, count: int) -> dict[str, str]:
+    """The environment of a machine with so many GPUs and a torch that was built for them."""
+    folder.mkdir()
+    (folder / "pynvml.py").write_text(
+        "class NVMLError(Exception):\n    pass\n\n"
+        "def nvmlInit():\n    pass\n\n"
+        "def nvmlShutdown():\n    pass\n\n"
+        f"def nvmlDeviceGetCount():\n    return {count}\n",
+        encoding="utf-8",
+    )
+    metadata = folder / "torch-2.13.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n", encoding="utf-8"
+    )
+    return {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "0"}
+
+
+def rule_gpus(bench: Bench) -> tuple[str, dict[str, str]]:
+    """The plan's device and the ``gpu`` of every rule, as Snakemake has them."""
+    wrapper = bench.path / "wrapper.smk"
+    wrapper.write_text(
+        f"include: {str(bench.source / 'Snakefile')!r}\n"
+        "print('device', PLAN.device)\n"
+        "for rule in workflow.rules:\n"
+        "    asked = rule.resources['gpu'].value if 'gpu' in rule.resources else 0\n"
+        "    print('rule', rule.name, 'gpu', asked)\n",
+        encoding="utf-8",
+    )
+    finished = bench.snakemake("-n", "-s", str(wrapper))
+    assert finished.code == 0, finished.text
+    (device,) = re.findall(r"^device (\S+)$", finished.text, re.MULTILINE)
+    return device, dict(re.findall(r"^rule (\S+) gpu (\S+)$", finished.text, re.MULTILINE))
+
+
+def train_gpus(bench: Bench) -> tuple[str, str]:
+    device, asked = rule_gpus(bench)
+    return device, asked["train"]
+
+
+def test_training_asks_for_no_gpu_on_a_cpu_and_for_one_on_cuda(
+    empty: Bench, tmp_path: Path
+) -> None:
+    assert train_gpus(empty) == ("cpu", "0")
+    empty.environment = pretend_gpus(tmp_path / "gpus", 1)
+    empty.edit("device: cpu", "device: auto")
+    assert train_gpus(empty) == ("cuda", "1")
+
+
+def test_auto_without_a_gpu_is_the_cpu(empty: Bench, tmp_path: Path) -> None:
+    empty.environment = pretend_gpus(tmp_path / "gpus", 0)
+    empty.edit("device: cpu", "device: auto")
+    assert train_gpus(empty) == ("cpu", "0")
+
+
+def test_changing_the_device_reruns_every_run(bench: Bench, tmp_path: Path) -> None:
+    bench.environment = pretend_gpus(tmp_path / "gpus", 1)
+    assert bench.plan() == NOTHING
+    bench.edit("device: cpu", "device: cuda")
+    assert len(bench.plan().trains) == 5
+
+
+def test_only_training_asks_for_a_gpu(empty: Bench, tmp_path: Path) -> None:
+    empty.environment = pretend_gpus(tmp_path / "gpus", 2)
+    empty.edit("device: cpu", "device: auto")
+    _, asked = rule_gpus(empty)
+    assert {name for name, gpus in asked.items() if gpus != "0"} == {"train"}
