@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from halfscale.config import read_config
-from halfscale.plan import Plan, build_plan
+from halfscale.plan import Plan
+from halfscale.planner import build_plan
 from halfscale.records import write_run
 
 REPOSITORY = Path(__file__).parents[1]

@@ -25,6 +25,9 @@ test -s reports/recommendation.json
 job | grep -q "Nothing to be done"
 "$venv/bin/"snakemake --cores 4 --configfile examples/small.yaml 2>&1 | grep -q "Nothing to be done"
 "$venv/bin/"halfscale check config.yaml
+"$venv/bin/"halfscale check examples/policies.yaml
+"$venv/bin/"halfscale simulate --policy torch --policy deepspeed --set init_scale=64 \
+  --set growth_interval=2 --pattern FFXFF
 
 sed -i 's/2\*\*24/2**23/' small.yaml
 planned=$(job --dry-run)

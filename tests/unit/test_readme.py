@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from halfscale.plan import build_plan
+from halfscale.planner import build_plan
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -27,6 +27,16 @@ RUN_BY = {
     ".venv/bin/snakemake --cores 4 --configfile examples/small.yaml": (
         "tests/fresh_clone.sh",
         "snakemake --cores 4 --configfile examples/small.yaml",
+    ),
+    ".venv/bin/halfscale simulate --policy megatron --set init_scale=64 --set growth_interval=3"
+    " --set hysteresis=2 --pattern FFXFFXFFX": (
+        "tests/unit/test_simulate.py",
+        '"init_scale=64", "growth_interval=3", "hysteresis=2"',
+    ),
+    ".venv/bin/halfscale simulate --policy torch --policy deepspeed --set init_scale=64"
+    " --set growth_interval=2 --pattern FFXFF": (
+        "tests/fresh_clone.sh",
+        "halfscale simulate --policy torch --policy deepspeed",
     ),
     ".venv/bin/halfscale check config.yaml": (
         "tests/fresh_clone.sh",
@@ -50,7 +60,8 @@ def test_every_command_is_run_by_a_test_or_by_ci() -> None:
 
 def test_the_configuration_it_shows_is_accepted() -> None:
     shown = [yaml.safe_load(block) for block in blocks("yaml")]
-    assert len(build_plan(shown[0]).configurations) == 2
+    configurations = [build_plan(block).configurations for block in shown]
+    assert [len(block) for block in configurations] == [2, 3]
 
 
 def test_files_it_names_exist() -> None:
