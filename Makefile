@@ -45,7 +45,8 @@ $(VENV)/.installed-dev: pyproject.toml envs/constraints.txt
 	$(BIN)/python -m pip install -q -e ".[dev]" -c envs/constraints.txt
 	touch $@ $(VENV)/.installed
 
-# Pin what a fresh environment resolves to now. torch stays where it is until it was tried.
+# Pin what a fresh environment resolves to now. Use the oldest Python (PYTHON=python3.11 of Debian is
+# 3.11.2): newer releases of a package may refuse it. torch stays where it is until it was tried.
 lock:
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install -q torch==2.13.0
