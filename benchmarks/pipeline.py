@@ -61,7 +61,7 @@ def write_synthetic(plan: Plan, results: Path) -> int:
     for count, spec in enumerate(plan.runs(), start=1):  # noqa: B007 - the count is returned
         random = np.random.default_rng(abs(hash((spec.arm, spec.seed))) % 2**32)
         steps = np.arange(spec.steps)
-        skipped = (random.random(spec.steps) < 0.02) & (spec.scaler is not None)
+        skipped = (random.random(spec.steps) < 0.02) & (spec.policy is not None)
         loss = 2.0 * np.exp(-steps / 40.0) + 0.1 + 0.01 * random.random(spec.steps)
         trace = {
             "step": steps.tolist(),
@@ -79,7 +79,7 @@ def write_synthetic(plan: Plan, results: Path) -> int:
             spec=spec,
             outcome="ok",
             error=None,
-            final_scale=65536.0 if spec.scaler else None,
+            final_scale=65536.0 if spec.policy else None,
             environment={"arithmetic": "synthetic"},
         )
     return count
@@ -106,7 +106,16 @@ def time_readers(runs: int, folder: Path, everything: bool) -> None:
         common = ["--results", str(results), "--recommendation", str(recommendation)]
         places = ["--executed", "s.ipynb", "--page", "s.html", "--attempt", "a.ipynb"]
         timings["verdict"] = timed(
-            [*halfscale, "verdict", *chosen, "--output", str(recommendation)], folder
+            [
+                *halfscale,
+                "verdict",
+                *chosen,
+                "--output",
+                str(recommendation),
+                "--settings",
+                "settings",
+            ],
+            folder,
         )
         timings["plots"] = timed([*halfscale, "plots", *common], folder)
         timings["report"] = timed([*halfscale, "report", *common, *places], folder)

@@ -24,7 +24,7 @@ _CAPTIONS = {
     "told apart from the best; star: recommended.",
     "loss": "Loss of every arm: median over seeds, band from the lowest to the highest seed.",
     "scale": "The scale over steps; crosses mark overflows, that is skipped steps.",
-    "skipped": "Skipped steps a run.",
+    "skipped": "Skipped steps a run: the bar is the mean, the dots are seeds.",
     "sweep": "Verification with inputs × 1e4: a larger scale makes an overflow more likely, never "
     "less.",
 }

@@ -196,7 +196,7 @@ def draw_skipped(evidence: Evidence) -> tuple[Figure, str]:
         }
         sns.barplot(**look, errorbar=None, alpha=0.35)
         sns.stripplot(**look, size=5, jitter=0.15)
-        axis.set(xlabel="skipped steps (bar: mean, dots: seeds)", ylabel="")
+        axis.set(xlabel="skipped steps", ylabel="")
         axis.set_xlim(left=0)
     means = scaled.groupby(["workload", "configuration"])["skipped_steps"].mean()
     parts = [f"{workload}, {name}: {mean:g}" for (workload, name), mean in means.items()]
