@@ -222,3 +222,24 @@ def test_numbers_in_a_table_are_short_and_absent_ones_are_empty() -> None:
     assert "0.33333" in reader.text
     assert "nan" not in reader.text
     assert "True" in reader.text
+
+
+def test_several_policies_are_grouped_and_one_is_not(contested: Made, tmp_path: Path) -> None:
+    page = page_of(contested, tmp_path)
+    assert page.by_policy().data == ""
+    names = list(page.verdict["policies"])
+    page.verdict["policies"] = dict.fromkeys(names, "torch") | {names[0]: "megatron"}
+    text = Reader(page.by_policy()).text
+    assert "megatron" in text and "torch" in text
+    inside = sum(name != names[0] for name in page.verdict["winning_set"])
+    assert f"{inside} of {len(names) - 1}" in text
+
+
+def test_the_settings_of_every_tool_are_shown_with_what_it_cannot_express(
+    contested: Made, hopeless: Made, tmp_path: Path
+) -> None:
+    text = Reader(page_of(contested, tmp_path / "winner").settings()).text
+    for tool in ("PyTorch", "Lightning", "Accelerate", "DeepSpeed", "Megatron-LM", "fairseq"):
+        assert f"{tool} (" in text
+    assert "GradScaler(" in text and "initial_scale_power" in text
+    assert "no recommended set" in Reader(page_of(hopeless, tmp_path / "none").settings()).text
