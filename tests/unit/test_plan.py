@@ -233,3 +233,19 @@ def test_the_line_to_paste_shows_powers_of_two_as_such() -> None:
     text = PolicyChoice.of(init_scale=2**24).constructor("cuda")
     assert "init_scale=2.0**24," in text
     assert '"cuda"' in text
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "torch"])
+def test_the_lines_to_paste_build_any_other_policy(policy: str) -> None:
+    choice = PolicyChoice.of(policy)
+    built: dict[str, object] = {}
+    exec(choice.constructor("cpu"), built)
+    assert built["scaler"].policy == choice.make()  # type: ignore[attr-defined]
+
+
+def test_another_rule_is_farther_from_the_default_than_any_parameter() -> None:
+    far = PolicyChoice.of(init_scale=1.0, growth_factor=64.0, growth_interval=1)
+    assert PolicyChoice.of().distance < far.distance
+    assert far.distance < PolicyChoice.of("megatron").distance
+    # logmax has one of PyTorch's parameters, continuous three.
+    assert PolicyChoice.of("continuous").distance < PolicyChoice.of("openseq2seq-logmax").distance

@@ -56,22 +56,39 @@ class PolicyChoice(_Block):
         return make_policy(self.policy, **self.parameters)
 
     @property
-    def distance(self) -> tuple[bool, float]:
-        """How far it is from PyTorch's defaults: another rule first, then the sum of |log2|."""
+    def distance(self) -> tuple[bool, int, float]:
+        """How far it is from PyTorch's defaults.
+
+        Another rule is farther than any parameter; of other rules, one that lacks more of
+        PyTorch's parameters; then the sum of |log2| of the parameters' ratios decides.
+        """
         default = POLICIES["torch"].parameters()
-        shared = (key for key in default if key in self.parameters)
-        apart = (abs(math.log2(self.parameters[key] / default[key])) for key in shared)
-        return self.policy != "torch", sum(apart)
+        shared = [key for key in default if key in self.parameters]
+        apart = sum(abs(math.log2(self.parameters[key] / default[key])) for key in shared)
+        return self.policy != "torch", len(default) - len(shared), apart
 
     def constructor(self, device: str) -> str:
         """The Python that builds this scaler in a user's own training."""
-        if self.policy == "torch":
-            head, end = f'scaler = torch.amp.GradScaler(\n    "{device}",', ")"
-        else:
-            head, end = f'scaler = LossScaler(\n    make_policy(\n    "{self.policy}",', "))"
         order = POLICIES[self.policy].parameters()
-        lines = [f"    {key}={_short(self.parameters[key])}," for key in order]
-        return "\n".join([head, *lines, end])
+        keywords = [f"{key}={_short(self.parameters[key])}," for key in order]
+        if self.policy == "torch":
+            lines = [f'"{device}",', *keywords]
+            return "\n".join(
+                ["scaler = torch.amp.GradScaler(", *(f"    {line}" for line in lines), ")"]
+            )
+        lines = [f'"{self.policy}",', *keywords]
+        return "\n".join(
+            [
+                "from halfscale.policies import make_policy",
+                "from halfscale.scaling import LossScaler",
+                "",
+                "scaler = LossScaler(",
+                "    make_policy(",
+                *(f"        {line}" for line in lines),
+                "    )",
+                ")",
+            ]
+        )
 
 
 def _short(value: object) -> str:
