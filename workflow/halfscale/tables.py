@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from halfscale.plan import CONTROLS, Plan, RunSpec
 from halfscale.records import RunRecord, read_run
-from halfscale.verdict import paired_interval
+from halfscale.verdict import least_steps, paired_interval
 
 TARGET_SHARE = 0.05
 STALLED_SHARE = 0.05
@@ -215,8 +215,7 @@ def _first_at_most(smoothed: np.ndarray, target: float) -> float:
 
 def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per workload × configuration or control: the columns of `CONFIGURATION_COLUMNS`."""
-    least = np.minimum(runs["steps_to_target"], runs["steps"] + 1)
-    table = runs.assign(least=least)
+    table = runs.assign(least=least_steps(runs))
     fp32 = table[table["configuration"] == "fp32"].set_index(["workload", "seed"])["least"]
     rows = []
     for (workload, name), group in table.groupby(["workload", "configuration"], sort=True):

@@ -151,7 +151,7 @@ def decide(runs: pd.DataFrame, configurations: Mapping[str, PolicyChoice]) -> Ve
     fp32 = runs[runs["configuration"] == "fp32"]
     rejected = _reject(runs, configurations)
     candidates = [name for name in sorted(configurations) if name not in rejected]
-    identical = _identical(runs, [name for name in sorted(configurations) if name not in rejected])
+    identical = _identical(runs, candidates)
     if not (fp32["outcome"] == "ok").all():
         bad = fp32[fp32["outcome"] != "ok"].iloc[0]
         reason = f"the fp32 control itself ended as {bad['outcome']} on {bad['workload']}"
@@ -163,11 +163,11 @@ def decide(runs: pd.DataFrame, configurations: Mapping[str, PolicyChoice]) -> Ve
     by_distance = sorted(candidates, key=lambda name: configurations[name].distance)
     best = min(by_distance, key=lambda name: float(logs[name].mean()))
     scores = _scores(runs, logs, best)
-    told_apart = {name for name in candidates if _is_worse(runs, name, best, scores, logs)}
     winning = sorted(
-        set(candidates) - told_apart, key=lambda name: (scores[name].ratio.estimate, name)
+        set(candidates) - _told_apart(runs, best, scores, seeds=len(logs[best])),
+        key=lambda name: (scores[name].ratio.estimate, name),
     )
-    kind, recommended, step = _choose(winning, configurations, scores, len(rejected))
+    kind, recommended, step = _choose(winning, configurations, scores)
     return Verdict(
         kind=kind,
         recommended=recommended,
@@ -207,17 +207,21 @@ def _reject(runs: pd.DataFrame, names: Mapping[str, object]) -> dict[str, str]:
     return rejected
 
 
+def least_steps(runs: pd.DataFrame) -> pd.Series:
+    """Steps to the target; for a run that never reached it, the least it can need."""
+    return np.minimum(runs["steps_to_target"], runs["steps"] + 1)
+
+
 def _log_ratios(runs: pd.DataFrame, name: str) -> pd.Series:
     """Per seed: mean over workloads of log(steps to target / the fp32 control's)."""
-    least = np.minimum(runs["steps_to_target"], runs["steps"] + 1)
-    table = runs.assign(least=least)
+    table = runs.assign(least=least_steps(runs))
     table = table[table["configuration"].isin([name, "fp32"])]
     wide = table.pivot(index=["workload", "seed"], columns="configuration", values="least")
     return np.log(wide[name] / wide["fp32"]).groupby("seed").mean()
 
 
 def _scores(runs: pd.DataFrame, logs: Mapping[str, pd.Series], best: str) -> dict[str, Score]:
-    pairs = max(1, len(logs) * (len(logs) - 1) // 2)
+    pairs = max(1, _pairs(len(logs)))
     scores = {}
     for name, log in logs.items():
         mine = runs[runs["configuration"] == name]
@@ -231,31 +235,29 @@ def _scores(runs: pd.DataFrame, logs: Mapping[str, pd.Series], best: str) -> dic
     return scores
 
 
-def _is_worse(
-    runs: pd.DataFrame,
-    name: str,
-    best: str,
-    scores: Mapping[str, Score],
-    logs: Mapping[str, pd.Series],
-) -> bool:
-    seeds, pairs = len(logs[best]), len(logs) * (len(logs) - 1) // 2
-    if seeds < seeds_needed(len(logs)):
-        return False
-    if scores[name].against_best.low > 1.0:
-        return True
-    if _chance(seeds, pairs * runs["workload"].nunique()) > LARGEST_CHANCE_UNREACHED:
-        return False
-    reached = runs.assign(reached=np.isfinite(runs["steps_to_target"])).pivot_table(
-        index="workload", columns="configuration", values="reached", aggfunc="mean"
-    )
-    return bool(((reached[best] == 1.0) & (reached[name] == 0.0)).any())
+def _told_apart(runs: pd.DataFrame, best: str, scores: Mapping[str, Score], seeds: int) -> set[str]:
+    """The configurations that are worse than the best by more than chance would give."""
+    if seeds < seeds_needed(len(scores)):
+        return set()
+    apart = {name for name, score in scores.items() if score.against_best.low > 1.0}
+    comparisons = _pairs(len(scores)) * runs["workload"].nunique()
+    if _chance(seeds, comparisons) <= LARGEST_CHANCE_UNREACHED:
+        reached = runs.assign(reached=np.isfinite(runs["steps_to_target"])).pivot_table(
+            index="workload", columns="configuration", values="reached", aggfunc="mean"
+        )
+        everywhere = reached[reached[best] == 1.0]
+        apart |= {name for name in scores if (everywhere[name] == 0.0).any()}
+    return apart
+
+
+def _pairs(configurations: int) -> int:
+    return configurations * (configurations - 1) // 2
 
 
 def seeds_needed(configurations: int) -> int:
     """How many seeds it takes to tell any of so many configurations apart."""
-    pairs = configurations * (configurations - 1) // 2
     seeds = MINIMUM_SEEDS
-    while _chance(seeds, pairs) > LARGEST_CHANCE:
+    while _chance(seeds, _pairs(configurations)) > LARGEST_CHANCE:
         seeds += 1
     return seeds
 
@@ -272,7 +274,6 @@ def _choose(
     winning: list[str],
     configurations: Mapping[str, PolicyChoice],
     scores: Mapping[str, Score],
-    rejected: int,
 ) -> tuple[Kind, str, str]:
     most = max(scores[name].reached for name in winning)
     left = sorted(
