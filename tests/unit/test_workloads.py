@@ -213,7 +213,7 @@ def test_nothing_imports_scikit_learn() -> None:
 def test_the_data_are_those_that_scikit_learn_loads() -> None:
     from sklearn import datasets
 
-    from halfscale.workloads import bursts, deep_tanh, segmentation, small_signal
+    from halfscale.workloads import deep_tanh, read_digits, segmentation, small_signal
 
     diabetes = datasets.load_diabetes(scaled=False).data
     assert np.allclose(small_signal.load_measurements(), diabetes)
@@ -224,7 +224,7 @@ def test_the_data_are_those_that_scikit_learn_loads() -> None:
     assert cancer.target_names[1] == "benign"
     assert (benign.numpy() == cancer.target).all()
     digits = datasets.load_digits()
-    images, labels = bursts.load_images()
+    images, labels = read_digits()
     assert np.allclose(images * 16, digits.data)
     assert (labels.numpy() == digits.target).all()
     photographs = np.stack(datasets.load_sample_images().images) / 255.0

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import distribution
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -35,6 +38,28 @@ class Workload:
     clip_norm: float | None = None
     accumulate: int = 1
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+
+
+def shipped_file(name: str) -> Path:
+    """A data file that scikit-learn ships, by its path below ``sklearn/datasets``.
+
+    Found without importing scikit-learn, which would take longer than the training.
+
+    Raises:
+        PackageNotFoundError: If scikit-learn is not installed.
+    """
+    return Path(str(distribution("scikit-learn").locate_file(f"sklearn/datasets/{name}")))
+
+
+def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Handwritten digits: pixels, float32 of shape (1797, 64) in 0…1, and labels, int64.
+
+    A test holds them against ``sklearn.datasets.load_digits``.
+    """
+    rows = torch.tensor(
+        np.loadtxt(shipped_file("data/digits.csv.gz"), delimiter=","), dtype=torch.float32
+    )
+    return rows[:, :-1] / 16.0, rows[:, -1].long()
 
 
 def build_workload(name: str, seed: int, device: str, parameters: dict[str, Any]) -> Workload:

@@ -10,15 +10,13 @@ backed off is lost; what it has grown again by the next burst decides how many a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import distribution
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from halfscale.workloads import Workload
+from halfscale.workloads import Workload, read_digits
 
 
 def build(
@@ -34,7 +32,7 @@ def build(
     exposure: float = 0.0005,
 ) -> Workload:
     """Build the task; of every ``period`` batches the last ``burst`` have that ``exposure``."""
-    images, labels = (tensor.to(device) for tensor in load_images())
+    images, labels = (tensor.to(device) for tensor in read_digits())
     first = nn.Linear(64, hidden)
     nn.init.zeros_(first.bias)
     model = nn.Sequential(
@@ -64,10 +62,3 @@ def build(
     groups: list[dict[str, Any]] = [{"params": others}, {"params": [offset], "lr": 1e-10}]
     optimizer = torch.optim.SGD(groups, lr=learning_rate, momentum=momentum)
     return Workload(model=model, optimizer=optimizer, batches=batches(), loss=loss)
-
-
-def load_images() -> tuple[Tensor, Tensor]:
-    """The images, float32 of shape (1797, 64) in 0…1, and their labels, int64."""
-    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
-    rows = torch.tensor(np.loadtxt(str(file), delimiter=","), dtype=torch.float32)
-    return rows[:, :-1] / 16.0, rows[:, -1].long()

@@ -9,7 +9,6 @@ moves as the layers learn to pass signals on.
 
 from __future__ import annotations
 
-from importlib.metadata import distribution
 from itertools import pairwise, repeat
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from halfscale.workloads import Workload
+from halfscale.workloads import Workload, shipped_file
 
 
 def build(
@@ -57,7 +56,7 @@ def build(
 
 def load_cases() -> tuple[Tensor, Tensor]:
     """Standardised measurements, float32 of shape (569, 30), and 1 for benign, 0 for malignant."""
-    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/breast_cancer.csv")
-    rows = torch.tensor(np.loadtxt(str(file), delimiter=",", skiprows=1), dtype=torch.float32)
+    file = shipped_file("data/breast_cancer.csv")
+    rows = torch.tensor(np.loadtxt(file, delimiter=",", skiprows=1), dtype=torch.float32)
     measured, benign = rows[:, :-1], rows[:, -1]
     return (measured - measured.mean(0)) / measured.std(0), benign

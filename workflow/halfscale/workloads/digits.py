@@ -7,15 +7,12 @@ Digits), a small convolutional network, mini-batches in an order drawn from the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from halfscale.workloads import Workload
+from halfscale.workloads import Workload, read_digits
 
 
 def build(
@@ -50,17 +47,9 @@ def build(
 
 
 def load_images() -> tuple[Tensor, Tensor]:
-    """The images, float32 of shape (1797, 1, 8, 8) in 0…1, and their labels, int64.
-
-    Read from scikit-learn's file without importing scikit-learn, which would take longer than the
-    training; a test holds the result against ``sklearn.datasets.load_digits``.
-    """
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError("the workload digits needs scikit-learn, which ships its data")
-    rows = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
-    pixels = torch.tensor(rows[:, :-1], dtype=torch.float32).reshape(-1, 1, 8, 8)
-    return pixels / 16.0, torch.tensor(rows[:, -1], dtype=torch.long)
+    """The images, float32 of shape (1797, 1, 8, 8) in 0…1, and their labels, int64."""
+    pixels, labels = read_digits()
+    return pixels.reshape(-1, 1, 8, 8), labels
 
 
 def _shuffled_batches(

@@ -10,7 +10,6 @@ quarter of them at the end, S = 2^24 overflows in the first steps, and between l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import distribution
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from halfscale.workloads import Workload
+from halfscale.workloads import Workload, shipped_file
 
 
 def build(
@@ -65,8 +64,6 @@ def build(
 
 def load_photographs() -> Tensor:
     """Both photographs at half their size, float32 of shape (2, 3, 212, 320) in 0…1."""
-    scikit_learn = distribution("scikit-learn")
-    names = ("china", "flower")
-    files = [str(scikit_learn.locate_file(f"sklearn/datasets/images/{name}.jpg")) for name in names]
+    files = [shipped_file(f"images/{name}.jpg") for name in ("china", "flower")]
     pixels = np.stack([np.asarray(Image.open(file).reduce(2)) for file in files])
     return torch.tensor(pixels[:, :212], dtype=torch.float32).permute(0, 3, 1, 2) / 255.0

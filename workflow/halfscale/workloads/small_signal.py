@@ -9,7 +9,6 @@ all at the end, so a scale that starts there has to grow.
 
 from __future__ import annotations
 
-from importlib.metadata import distribution
 from itertools import repeat
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from halfscale.workloads import Workload
+from halfscale.workloads import Workload, shipped_file
 
 HDL = 6
 """The column of HDL cholesterol among the ten measurements."""
@@ -62,7 +61,5 @@ def build(
 
 def load_measurements() -> Tensor:
     """Ten measurements of each patient, in the clinic's units; float32 of shape (442, 10)."""
-    file = distribution("scikit-learn").locate_file(
-        "sklearn/datasets/data/diabetes_data_raw.csv.gz"
-    )
-    return torch.tensor(np.loadtxt(str(file)), dtype=torch.float32)
+    file = shipped_file("data/diabetes_data_raw.csv.gz")
+    return torch.tensor(np.loadtxt(file), dtype=torch.float32)
