@@ -157,10 +157,8 @@ def stop_if_outdated(plan: Plan, results: Path) -> None:
     """
     outdated = [
         results / spec.folder
-        for spec in plan.runs()
-        if (digest := _recorded_digest(results / spec.folder)) is not None
-        and digest != spec.digest
-        and not _is_recorded(results / spec.folder / "run.json")
+        for spec in _outdated_runs(plan, results)
+        if not _is_recorded(results / spec.folder / "run.json")
     ]
     if outdated:
         folders = sorted({folder.parent for folder in outdated})
@@ -191,12 +189,10 @@ def reopen_failed(plan: Plan, results: Path) -> None:
     kept result of another specification would count as up to date. Such a file is marked as
     Snakemake marks interrupted ones; the profile's ``rerun-incomplete`` then makes it again.
     """
-    for spec in plan.runs():
-        folder = results / spec.folder
-        digest = _recorded_digest(folder)
-        if digest in (None, spec.digest) or _finished(results / "logs" / "train", spec):
+    for spec in _outdated_runs(plan, results):
+        if _finished(results / "logs" / "train", spec):
             continue
-        name = _record_name(folder / "run.json")
+        name = _record_name(results / spec.folder / "run.json")
         try:
             record = json.loads(Path(".snakemake", "metadata", name).read_bytes())
             claims_it = any(spec.canonical_json() in text for text in record["params"])
@@ -228,6 +224,15 @@ def _is_recorded(path: Path) -> bool:
     name = _record_name(path)
     # A file whose job was interrupted is marked incomplete instead, and made again for that.
     return any(Path(".snakemake", kind, name).exists() for kind in ("metadata", "incomplete"))
+
+
+def _outdated_runs(plan: Plan, results: Path) -> list[RunSpec]:
+    """The runs whose result on the disk belongs to another specification."""
+    return [
+        spec
+        for spec in plan.runs()
+        if _recorded_digest(results / spec.folder) not in (None, spec.digest)
+    ]
 
 
 def _recorded_digest(folder: Path) -> str | None:

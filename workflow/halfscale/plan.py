@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from halfscale.policies import POLICIES, Policy, make_policy
 
 SCHEMA = 1
+LARGEST_FP16 = 65504.0
 CONTROLS: dict[str, Literal["fp32", "bf16", "fp16"]] = {
     "fp32": "fp32",
     "bf16": "bf16",

@@ -19,7 +19,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from halfscale.plan import CONTROLS
+from halfscale.plan import CONTROLS, LARGEST_FP16
 from halfscale.records import write_atomically, write_text
 from halfscale.style import INK, LIMIT, ArmStyle, apply_theme, arm_styles
 
@@ -266,11 +266,11 @@ def draw_sweep(evidence: Evidence) -> tuple[Figure, str]:
     fine = sweep[~sweep["overflow"]]
     lost = sweep[sweep["overflow"]]
     axis.plot(fine["scale"], fine["fp16_largest"], "o", color="#0173b2", label="fp16: finite")
-    axis.plot(lost["scale"], [65504.0] * len(lost), "x", color=LIMIT, label="fp16: Inf")
-    axis.axhline(65504.0, color=LIMIT, linewidth=1)
+    axis.plot(lost["scale"], [LARGEST_FP16] * len(lost), "x", color=LIMIT, label="fp16: Inf")
+    axis.axhline(LARGEST_FP16, color=LIMIT, linewidth=1)
     axis.annotate(
         "65504, the largest fp16 number",
-        (sweep["scale"].min(), 65504.0),
+        (sweep["scale"].min(), LARGEST_FP16),
         xytext=(0, 5),
         textcoords="offset points",
         color=LIMIT,

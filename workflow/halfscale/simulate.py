@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from halfscale.config import parse_number
+from halfscale.plan import LARGEST_FP16
 from halfscale.policies import POLICIES, FloorReached, Policy, make_policy
-
-LARGEST_FP16 = 65504.0
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 
-from halfscale.plan import RunSpec
+from halfscale.plan import LARGEST_FP16, RunSpec
 from halfscale.policies import FloorReached
 from halfscale.precision import Arithmetic, arithmetic
 from halfscale.records import TRACE_SCHEMA, Outcome, RunRecord, write_run
 from halfscale.scaling import LossScaler
 from halfscale.workloads import Workload, build_workload
-
-LARGEST_FP16 = 65504.0
 
 Trace = dict[str, list[Any]]
 

@@ -75,6 +75,19 @@ def _unscaled(model: nn.Module, scale: float) -> Tensor:
     return _gradients(model)
 
 
+def _unscaling_case() -> tuple[Tensor, Callable[[float], Tensor]]:
+    """Never-scaled fp32 gradients, and what unscaling leaves of those scaled by a factor."""
+    model, inputs, targets = _published_case()
+    _backward(model, inputs, targets, "fp32", None)
+    never_scaled = _gradients(model).clone()
+
+    def unscaled(scale: float) -> Tensor:
+        _backward(model, inputs, targets, "fp32", scale)
+        return _unscaled(model, scale)
+
+    return never_scaled, unscaled
+
+
 def check_ratio() -> Check:
     """The largest scaled gradient is S times the largest unscaled one, for every S = 2^0…2^24."""
     model, inputs, targets = _published_case()
@@ -97,13 +110,10 @@ def check_ratio() -> Check:
 
 def check_bit_equality() -> Check:
     """In fp32 a power of two changes exponents only, so unscaling restores every bit."""
-    model, inputs, targets = _published_case()
-    _backward(model, inputs, targets, "fp32", None)
-    never_scaled = _gradients(model).clone()
+    never_scaled, unscaled = _unscaling_case()
     equal = 0
     for scale in POWERS_OF_TWO:
-        _backward(model, inputs, targets, "fp32", scale)
-        equal += torch.equal(_unscaled(model, scale), never_scaled)
+        equal += torch.equal(unscaled(scale), never_scaled)
     return Check(
         "unscaled gradients in fp32, powers of two",
         f"{equal} of {len(POWERS_OF_TWO)} scales bit-equal to never-scaled gradients",
@@ -114,13 +124,10 @@ def check_bit_equality() -> Check:
 
 def check_other_scales() -> Check:
     """Any other factor rounds; the error stays within a few units in the last place of fp32."""
-    model, inputs, targets = _published_case()
-    _backward(model, inputs, targets, "fp32", None)
-    never_scaled = _gradients(model).clone()
+    never_scaled, unscaled = _unscaling_case()
     worst = 0.0
     for scale in (3.0, 1000.0, 12345.678, 1e6):
-        _backward(model, inputs, targets, "fp32", scale)
-        error = (_unscaled(model, scale) - never_scaled).abs() / never_scaled.abs()
+        error = (unscaled(scale) - never_scaled).abs() / never_scaled.abs()
         worst = max(worst, error.max().item())
     return Check(
         "unscaled gradients in fp32, other scales",
