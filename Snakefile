@@ -34,6 +34,7 @@ rule all:
 
 include: "workflow/rules/verify.smk"
 include: "workflow/rules/train.smk"
+include: "workflow/rules/probe.smk"
 include: "workflow/rules/tables.smk"
 include: "workflow/rules/plots.smk"
 include: "workflow/rules/report.smk"

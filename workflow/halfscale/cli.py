@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +75,8 @@ def _subject(keywords: dict[str, Any]) -> str:
     """Which run a command was about, for its error line."""
     try:
         spec = json.loads(keywords["spec"])
-        return f"workload={spec['workload']} configuration={spec['arm']} seed={spec['seed']}: "
+        arm = f"configuration={spec['arm']}" if "arm" in spec else "probe"
+        return f"workload={spec['workload']} {arm} seed={spec['seed']}: "
     except (KeyError, ValueError, TypeError):
         return ""
 
@@ -160,23 +161,46 @@ def train(
 
 
 @_job
+def probe(
+    spec: SpecOption,
+    folder: Annotated[Path, typer.Option(help="Where probe.parquet and probe.json go.")],
+) -> None:
+    """Train one reference run and count the magnitudes of its gradients."""
+    from halfscale.plan import ProbeSpec
+
+    probe_spec = ProbeSpec.model_validate_json(spec)
+    print(f"probe {probe_spec} ({probe_spec.digest})", flush=True)
+    from halfscale.probe import probe as run_probe
+
+    record = run_probe(probe_spec, folder, lambda line: print(line, flush=True))
+    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+
+
+@_job
 def tables(plan: PlanOption, results: ResultsOption) -> None:
     """Check and read every run of the plan and write the tables."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from halfscale.plan import Plan
+    from halfscale.probe_tables import collect_probes
     from halfscale.records import write_atomically, write_text
     from halfscale.tables import collect_runs, find_orphans, summarise
 
     checked = Plan.model_validate_json(plan)
     runs, steps = collect_runs(checked, results)
+    exponents, windows = collect_probes(checked, results)
     orphans = find_orphans(checked, results)
     folder = results / "tables"
-    write_text(folder / "runs.csv", runs.to_csv(index=False))
-    write_text(folder / "configurations.csv", summarise(runs).to_csv(index=False))
-    table = pa.Table.from_pandas(steps, preserve_index=False)
-    write_atomically(folder / "steps.parquet", lambda path: pq.write_table(table, path))
+    for name, frame in {
+        "runs": runs,
+        "configurations": summarise(runs),
+        "exponents": exponents,
+    }.items():
+        write_text(folder / f"{name}.csv", frame.to_csv(index=False))
+    for name, frame in {"steps": steps, "windows": windows}.items():
+        table = pa.Table.from_pandas(frame, preserve_index=False)
+        write_atomically(folder / f"{name}.parquet", partial(pq.write_table, table))
     write_text(folder / "orphans.json", json.dumps(orphans, indent=1) + "\n")
     write_text(folder / "plan.json", checked.canonical_json() + "\n")
     print(f"{len(runs)} runs: {runs['outcome'].value_counts().to_dict()}")
@@ -220,13 +244,16 @@ def plots(
     """Draw every figure and write its text alternative."""
     import pandas as pd
 
-    from halfscale.plots import Evidence, draw_all
+    from halfscale.evidence import Evidence
+    from halfscale.plots import draw_all
 
     evidence = Evidence(
         runs=pd.read_csv(results / "tables" / "runs.csv"),
         configurations=pd.read_csv(results / "tables" / "configurations.csv"),
         steps=pd.read_parquet(results / "tables" / "steps.parquet"),
         sweep=pd.read_csv(results / "verification" / "sweep.csv"),
+        exponents=pd.read_csv(results / "tables" / "exponents.csv"),
+        windows=pd.read_parquet(results / "tables" / "windows.parquet"),
         recommendation=json.loads(recommendation.read_text(encoding="utf-8")),
     )
     draw_all(evidence, results / "plots")

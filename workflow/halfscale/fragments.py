@@ -13,15 +13,27 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from IPython.display import HTML
 
+from halfscale.probe_tables import (
+    EXPONENT_COLUMNS,
+    WINDOW_COLUMNS,
+    lost_share_of,
+    usable_window,
+)
 from halfscale.settings import TOOLS, express
 from halfscale.tables import CONFIGURATION_COLUMNS, RUN_COLUMNS
 
 _CAPTIONS = {
     "ranking": "Steps to the target against the fp32 control. Filled: in the winning set; hollow: "
     "told apart from the best; star: recommended.",
+    "window": "What a fixed scale would do: gradient elements that fp16 rounds to zero, and steps "
+    "that overflow. Shaded: no step overflows and none loses more than 1 % of its elements. Where "
+    "there is no such scale, or a narrow choice, the scale has to move.",
+    "exponents": "Gradients of half-precision tensors by magnitude, before scaling, over fp16's "
+    "range; zeros are left out. A scale of 2^k moves them k to the right.",
     "loss": "Loss of every arm: median over seeds, band from the lowest to the highest seed.",
     "scale": "The scale over steps; crosses mark overflows, that is skipped steps.",
     "skipped": "Skipped steps a run: the bar is the mean, the dots are seeds.",
@@ -44,6 +56,8 @@ class Page:
         tables = self.results / "tables"
         self.runs = pd.read_csv(tables / "runs.csv")
         self.configurations = pd.read_csv(tables / "configurations.csv")
+        self.exponents = pd.read_csv(tables / "exponents.csv")
+        self.windows = pd.read_parquet(tables / "windows.parquet")
         self.orphans = json.loads((tables / "orphans.json").read_text(encoding="utf-8"))
         self.checks = pd.read_csv(self.results / "verification" / "checks.csv")
 
@@ -191,6 +205,29 @@ class Page:
         shown["final_scale"] = [_power_of_two(scale) for scale in shown["final_scale"]]
         return table(shown.drop(columns=["control", "runs", "ratio_low", "ratio_high", *unused]))
 
+    def window_table(self) -> HTML:
+        """Which fixed scales the probes leave, at the start, at the end and throughout."""
+        rows = []
+        for workload, windows in self.windows.groupby("workload"):
+            last = windows["step"].max() + 1
+            tenth = max(1, last // 10)
+            mine = self.exponents[self.exponents["workload"] == workload]
+            unscaled = {
+                part: lost_share_of(mine[mine["part"] == part], np.zeros(1))[0]
+                for part in ("start", "end")
+            }
+            rows.append(
+                {
+                    "workload": workload,
+                    "usable in the first tenth": _window(windows[windows["step"] < tenth]),
+                    "usable in the last tenth": _window(windows[windows["step"] >= last - tenth]),
+                    "usable throughout": _window(windows),
+                    "lost at S = 1, first tenth": f"{unscaled['start']:.1%}",
+                    "lost at S = 1, last tenth": f"{unscaled['end']:.1%}",
+                }
+            )
+        return table(pd.DataFrame(rows)) if rows else HTML("<p>The probes recorded nothing.</p>")
+
     def failed_runs(self) -> HTML:
         """The runs that did not end ok, with their error texts."""
         bad = self.runs[self.runs["outcome"] != "ok"]
@@ -224,7 +261,20 @@ class Page:
             f"{_definitions(CONFIGURATION_COLUMNS)}</details>"
             "<details><summary>Columns of results/tables/runs.csv</summary>"
             f"{_definitions(RUN_COLUMNS)}</details>"
+            "<details><summary>Columns of results/tables/exponents.csv</summary>"
+            f"{_definitions(EXPONENT_COLUMNS)}</details>"
+            "<details><summary>Columns of results/tables/windows.parquet</summary>"
+            f"{_definitions(WINDOW_COLUMNS)}</details>"
         )
+
+
+def _window(windows: pd.DataFrame) -> str:
+    low, high = usable_window(windows)
+    if low > high:
+        return "none"
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "every scale"
+    return f"2^{low:.0f} to 2^{high:.0f}"
 
 
 def _counted(number: int, noun: str) -> str:

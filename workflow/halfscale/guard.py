@@ -18,17 +18,22 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from halfscale.config import ConfigError, read_config
-from halfscale.plan import Plan, RunSpec
+from halfscale.plan import JobSpec, Plan
 from halfscale.planner import build_plan
 
 OWNER = "HALFSCALE_OWNER_PID"
 
-FIGURES = ("ranking", "loss", "scale", "skipped", "sweep")
+FIGURES = ("ranking", "window", "loss", "scale", "skipped", "exponents", "sweep")
+TABLES = (
+    *("runs.csv", "configurations.csv", "steps.parquet", "exponents.csv", "windows.parquet"),
+    *("orphans.json", "plan.json"),
+)
 
 _LOCK_FOLDER = Path(".snakemake", "locks")
 _held: list[FileLock] = []
 _OURS = re.compile(
-    r"(^|/)(results/(runs/[^/]+/[^/]+/seed[0-9]+/run\.json|tables/runs\.csv|plots/loss\.svg"
+    r"(^|/)(results/(runs/[^/]+/[^/]+/seed[0-9]+/run\.json|probes/[^/]+/seed[0-9]+/probe\.json"
+    r"|tables/runs\.csv|plots/loss\.svg"
     r"|verification/checks\.csv)|reports/(recommendation\.json|summary\.html))$"
 )
 
@@ -84,12 +89,11 @@ def list_targets(plan: Plan) -> list[str]:
     Not only the page: a file that is missing in the middle of the chain would not be made again
     while all that comes after it is there.
     """
-    runs = [run.folder.as_posix() for run in plan.runs()]
     results = [
-        *(f"{run}/{file}" for run in runs for file in ("run.json", "trace.parquet")),
+        *(f"{job.folder.as_posix()}/{job.record_name}" for job in plan.jobs()),
+        *(f"{job.folder.as_posix()}/{job.table_name}" for job in plan.jobs()),
         *(f"verification/{table}.csv" for table in ("checks", "sweep")),
-        *(f"tables/{table}.csv" for table in ("runs", "configurations")),
-        *(f"tables/{file}" for file in ("steps.parquet", "orphans.json", "plan.json")),
+        *(f"tables/{table}" for table in TABLES),
         *(f"plots/{figure}.{kind}" for figure in FIGURES for kind in ("svg", "txt")),
     ]
     reports = ("recommendation.json", "settings", "summary.ipynb", "summary.html")
@@ -157,8 +161,8 @@ def stop_if_outdated(plan: Plan, results: Path) -> None:
     """
     outdated = [
         results / spec.folder
-        for spec in _outdated_runs(plan, results)
-        if not _is_recorded(results / spec.folder / "run.json")
+        for spec in _outdated_jobs(plan, results)
+        if not _is_recorded(results / spec.folder / spec.record_name)
     ]
     if outdated:
         folders = sorted({folder.parent for folder in outdated})
@@ -173,7 +177,7 @@ def stop_if_outdated(plan: Plan, results: Path) -> None:
         tables.exists()
         and tables.read_text(encoding="utf-8").strip() != plan.canonical_json()
         and not _is_recorded(tables)
-        and all((results / spec.folder / "run.json").exists() for spec in plan.runs())
+        and all((results / job.folder / job.record_name).exists() for job in plan.jobs())
     ):
         sys.exit(
             "halfscale: the tables belong to another configuration, and Snakemake's records of "
@@ -189,10 +193,10 @@ def reopen_failed(plan: Plan, results: Path) -> None:
     kept result of another specification would count as up to date. Such a file is marked as
     Snakemake marks interrupted ones; the profile's ``rerun-incomplete`` then makes it again.
     """
-    for spec in _outdated_runs(plan, results):
-        if _finished(results / "logs" / "train", spec):
+    for spec in _outdated_jobs(plan, results):
+        if _finished(results / "logs" / spec.log, spec):
             continue
-        name = _record_name(results / spec.folder / "run.json")
+        name = _record_name(results / spec.folder / spec.record_name)
         try:
             record = json.loads(Path(".snakemake", "metadata", name).read_bytes())
             claims_it = any(spec.canonical_json() in text for text in record["params"])
@@ -204,9 +208,8 @@ def reopen_failed(plan: Plan, results: Path) -> None:
             mark.write_text('{"external_jobid": null}', encoding="utf-8")
 
 
-def _finished(logs: Path, spec: RunSpec) -> bool:
-    """Whether the last job of this run was for this specification and came to an outcome."""
-    log = logs / spec.workload / spec.arm / f"seed{spec.seed}.log"
+def _finished(log: Path, spec: JobSpec) -> bool:
+    """Whether the last job that wrote this log was for this specification and had an outcome."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -226,19 +229,19 @@ def _is_recorded(path: Path) -> bool:
     return any(Path(".snakemake", kind, name).exists() for kind in ("metadata", "incomplete"))
 
 
-def _outdated_runs(plan: Plan, results: Path) -> list[RunSpec]:
-    """The runs whose result on the disk belongs to another specification."""
+def _outdated_jobs(plan: Plan, results: Path) -> list[JobSpec]:
+    """The runs and probes whose result on the disk belongs to another specification."""
     return [
         spec
-        for spec in plan.runs()
-        if _recorded_digest(results / spec.folder) not in (None, spec.digest)
+        for spec in plan.jobs()
+        if _recorded_digest(results / spec.folder / spec.record_name) not in (None, spec.digest)
     ]
 
 
-def _recorded_digest(folder: Path) -> str | None:
-    """The digest that ``run.json`` claims, or None if there is no readable one."""
+def _recorded_digest(record: Path) -> str | None:
+    """The digest that a record claims, or None if there is no readable one."""
     try:
-        digest = json.loads((folder / "run.json").read_bytes())["digest"]
+        digest = json.loads(record.read_bytes())["digest"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return str(digest)

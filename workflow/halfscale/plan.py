@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -101,23 +101,29 @@ def _short(value: object) -> str:
 
 
 class WorkloadPlan(_Block):
-    """One workload of the plan: its length, its resolved parameters, the digest of its code."""
+    """One workload of the plan: its length, its resolved parameters, the digests of its code."""
 
     steps: int
     parameters: dict[str, Parameter]
     source: str
+    probe_source: str
 
 
-class RunSpec(_Block):
-    """Everything that one run's numbers depend on: one workload, one arm, one seed."""
+class JobSpec(_Block):
+    """Everything that the numbers of one job depend on: a workload from a seed, and how to run it.
+
+    Attributes:
+        record_name: The name of the job's record in its folder.
+        table_name: The name of the table beside it, a row a step.
+    """
+
+    record_name: ClassVar[str]
+    table_name: ClassVar[str]
 
     schema_version: int = SCHEMA
     workload: str
     parameters: dict[str, Parameter]
     steps: int
-    arm: str
-    precision: Precision
-    policy: PolicyChoice | None
     seed: int
     device: Literal["cpu", "cuda"]
     threads: int
@@ -133,16 +139,65 @@ class RunSpec(_Block):
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:16]
 
     @property
+    def folder(self) -> Path:
+        """The job's folder, relative to the results folder."""
+        raise NotImplementedError
+
+    @property
+    def log(self) -> Path:
+        """The job's log, relative to the folder of logs."""
+        raise NotImplementedError
+
+
+class RunSpec(JobSpec):
+    """One run: one workload, one arm, one seed."""
+
+    record_name = "run.json"
+    table_name = "trace.parquet"
+
+    arm: str
+    precision: Precision
+    policy: PolicyChoice | None
+
+    @property
     def is_control(self) -> bool:
         return self.arm in CONTROLS
 
     @property
     def folder(self) -> Path:
-        """The run's folder, relative to the results folder."""
         return Path("runs", self.workload, self.arm, f"seed{self.seed}")
+
+    @property
+    def log(self) -> Path:
+        return Path("train", self.workload, self.arm, f"seed{self.seed}.log")
 
     def __str__(self) -> str:
         return f"workload={self.workload} configuration={self.arm} seed={self.seed}"
+
+
+class ProbeSpec(JobSpec):
+    """One probe: a reference run of a workload that records every gradient's magnitude.
+
+    It trains in bf16: under autocast the same tensors are in half precision as in fp16, but with
+    the range of fp32, so that nothing overflows or vanishes.
+    """
+
+    record_name = "probe.json"
+    table_name = "probe.parquet"
+
+    precision: Literal["bf16"] = "bf16"
+    policy: None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path("probes", self.workload, f"seed{self.seed}")
+
+    @property
+    def log(self) -> Path:
+        return Path("probe", self.workload, f"seed{self.seed}.log")
+
+    def __str__(self) -> str:
+        return f"workload={self.workload} probe seed={self.seed}"
 
 
 class Plan(_Block):
@@ -166,20 +221,34 @@ class Plan(_Block):
         Raises:
             KeyError: If the plan has no such workload or arm.
         """
-        block = self.workloads[workload]
         control = arm in CONTROLS
         return RunSpec(
-            workload=workload,
-            parameters=block.parameters,
-            steps=block.steps,
+            **self._shared(workload, seed),
             arm=arm,
             precision=CONTROLS[arm] if control else "fp16",
             policy=None if control else self.configurations[arm],
-            seed=seed,
-            device=self.device,
-            threads=self.threads,
-            source=block.source,
+            source=self.workloads[workload].source,
         )
+
+    def probe(self, workload: str, seed: int) -> ProbeSpec:
+        """The specification of one probe.
+
+        Raises:
+            KeyError: If the plan has no such workload.
+        """
+        source = self.workloads[workload].probe_source
+        return ProbeSpec(**self._shared(workload, seed), source=source)
+
+    def _shared(self, workload: str, seed: int) -> dict[str, Any]:
+        block = self.workloads[workload]
+        return {
+            "workload": workload,
+            "parameters": block.parameters,
+            "steps": block.steps,
+            "seed": seed,
+            "device": self.device,
+            "threads": self.threads,
+        }
 
     def runs(self) -> Iterator[RunSpec]:
         """Every run of the plan: workloads × arms × seeds."""
@@ -187,6 +256,17 @@ class Plan(_Block):
             for arm in self.arms:
                 for seed in self.seeds:
                     yield self.run(workload, arm, seed)
+
+    def probes(self) -> Iterator[ProbeSpec]:
+        """Every probe of the plan: workloads × seeds."""
+        for workload in sorted(self.workloads):
+            for seed in self.seeds:
+                yield self.probe(workload, seed)
+
+    def jobs(self) -> Iterator[RunSpec | ProbeSpec]:
+        """Every job that trains: runs and probes."""
+        yield from self.runs()
+        yield from self.probes()
 
     def canonical_json(self) -> str:
         """The plan as one line of JSON; equal meaning gives equal text."""

@@ -17,7 +17,7 @@ from halfscale.naming import find_fault, suggest_name
 from halfscale.plan import Parameter, Plan, PolicyChoice, WorkloadPlan
 from halfscale.policies import POLICIES
 from halfscale.policies.checks import LARGEST_COUNT
-from halfscale.sources import PACKAGE, TRAINING, source_digest
+from halfscale.sources import PACKAGE, PROBING, TRAINING, source_digest
 
 LARGEST_SEED = 2**63 - 1
 
@@ -199,8 +199,13 @@ def _plan_workload(name: str, block: Mapping[str, Any], source: str) -> Workload
             parameters[key] = _like(parameters[key], value)
         except ValueError as error:
             _refuse(source, keys, value, str(error), parameters[key])
-    digest = source_digest(*TRAINING, f"workloads/{name}.py")
-    return WorkloadPlan(steps=steps, parameters=parameters, source=digest)
+    own = f"workloads/{name}.py"
+    return WorkloadPlan(
+        steps=steps,
+        parameters=parameters,
+        source=source_digest(*TRAINING, own),
+        probe_source=source_digest(*PROBING, own),
+    )
 
 
 def _like(default: Parameter, value: object) -> Parameter:

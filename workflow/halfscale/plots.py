@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,69 +14,19 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from halfscale.plan import CONTROLS, LARGEST_FP16
+from halfscale.evidence import Evidence, add_shared_legend, panels_of
+from halfscale.plan import LARGEST_FP16
+from halfscale.probe_plots import draw_exponents, draw_window
 from halfscale.records import write_atomically, write_text
-from halfscale.style import INK, LIMIT, ArmStyle, apply_theme, arm_styles
+from halfscale.style import INK, LIMIT, ArmStyle, apply_theme
 
 # More seed lines than this make the file large and the picture no clearer.
 MOST_SEED_LINES = 120
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """The tables that figures are drawn from, and the verdict (``recommendation.json``)."""
-
-    runs: pd.DataFrame
-    configurations: pd.DataFrame
-    steps: pd.DataFrame
-    sweep: pd.DataFrame
-    recommendation: dict[str, Any]
-
-    @property
-    def workloads(self) -> list[str]:
-        return sorted(self.runs["workload"].unique())
-
-    @property
-    def scaled(self) -> list[str]:
-        """The configurations, without the controls."""
-        return sorted(set(self.runs["configuration"]) - set(CONTROLS))
-
-    @property
-    def styles(self) -> dict[str, ArmStyle]:
-        return arm_styles(self.scaled)
-
-
-def _panels(evidence: Evidence, height: float = 3.6) -> tuple[Figure, dict[str, Axes]]:
-    """One panel a workload, two in a row."""
-    names = evidence.workloads
-    columns = min(2, len(names))
-    rows = math.ceil(len(names) / columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(9.5, height * rows), squeeze=False, sharey=False
-    )
-    for spare in axes.flat[len(names) :]:
-        spare.remove()
-    panels = dict(zip(names, axes.flat, strict=False))
-    for name, axis in panels.items():
-        axis.set_title(name, loc="left", fontweight="bold")
-    return figure, panels
-
-
-def _shared_legend(figure: Figure, panels: dict[str, Axes]) -> None:
-    handles: dict[str, Any] = {}
-    for axis in panels.values():
-        lines, labels = axis.get_legend_handles_labels()
-        handles.update(zip(labels, lines, strict=True))
-        if legend := axis.get_legend():
-            legend.remove()
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False
-    )
-
-
 def draw_loss(evidence: Evidence) -> tuple[Figure, str]:
     """Loss curves: median over seeds, band from the lowest to the highest, thin seed lines."""
-    figure, panels = _panels(evidence)
+    figure, panels = panels_of(evidence)
     styles = evidence.styles
     seed_lines = len(evidence.runs) <= MOST_SEED_LINES
     for workload, axis in panels.items():
@@ -89,7 +34,7 @@ def draw_loss(evidence: Evidence) -> tuple[Figure, str]:
         order = [name for name in styles if name in set(steps["configuration"])]
         _draw_bands(axis, steps, order, styles, seed_lines)
         axis.set(xlabel="step", ylabel="loss", yscale="log")
-    _shared_legend(figure, panels)
+    add_shared_legend(figure, panels)
     finals = evidence.configurations
     parts = [
         f"{row.workload}, {row.configuration}: "
@@ -137,7 +82,7 @@ def _draw_bands(
 
 def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
     """The scale over steps on a log2 axis; a cross marks each overflow."""
-    figure, panels = _panels(evidence)
+    figure, panels = panels_of(evidence)
     styles = evidence.styles
     for workload, axis in panels.items():
         steps = evidence.steps[
@@ -161,7 +106,7 @@ def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
             axis.plot(hits["step"], hits["scale"], "x", color=style.colour, markersize=5)
         axis.set_yscale("log", base=2)
         axis.set(xlabel="step", ylabel="scale S")
-    _shared_legend(figure, panels)
+    add_shared_legend(figure, panels)
     finals = evidence.configurations
     finals = finals[finals["configuration"].isin(evidence.scaled)]
     parts = [
@@ -178,7 +123,7 @@ def _log2(value: float) -> str:
 
 def draw_skipped(evidence: Evidence) -> tuple[Figure, str]:
     """Skipped steps of every run, and their mean."""
-    figure, panels = _panels(evidence, height=0.6 + 0.45 * max(3, len(evidence.scaled)))
+    figure, panels = panels_of(evidence, height=0.6 + 0.45 * max(3, len(evidence.scaled)))
     styles = evidence.styles
     palette = {name: styles[name].colour for name in evidence.scaled}
     scaled = evidence.runs[evidence.runs["configuration"].isin(evidence.scaled)]
@@ -289,9 +234,11 @@ def draw_sweep(evidence: Evidence) -> tuple[Figure, str]:
 
 FIGURES: dict[str, Callable[[Evidence], tuple[Figure, str]]] = {
     "ranking": draw_ranking,
+    "window": draw_window,
     "loss": draw_loss,
     "scale": draw_scale,
     "skipped": draw_skipped,
+    "exponents": draw_exponents,
     "sweep": draw_sweep,
 }
 

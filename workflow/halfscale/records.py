@@ -2,7 +2,8 @@
 
 A run leaves ``trace.parquet``, a row a step, and ``run.json``, which says what was run, how it
 ended and which trace belongs to it. ``run.json`` carries a checksum of its own content and of the
-trace, so a truncated, foreign or hand-edited file is refused by name.
+trace, so a truncated, foreign or hand-edited file is refused by name. A probe leaves
+``probe.parquet`` and ``probe.json`` in the same way.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import shlex
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from halfscale.plan import RunSpec, canonical_json
+from halfscale.magnitudes import BINS
+from halfscale.plan import JobSpec, ProbeSpec, RunSpec, canonical_json
 from halfscale.sources import file_digest
 
 Outcome = Literal["ok", "diverged", "stuck", "stalled", "out-of-memory", "failed"]
@@ -44,35 +46,71 @@ class RecordError(RuntimeError):
     """A run file is missing, damaged or belongs to something else; the message names it."""
 
 
-class RunRecord(BaseModel):
-    """The content of ``run.json``.
+PROBE_SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),  # 0 for the first step
+        ("loss", pa.float32()),
+        ("largest", pa.float64()),  # largest magnitude of all backward tensors; inf if not finite
+        ("largest_gradient", pa.float64()),  # the same of the parameters' gradients alone
+        # Elements of the backward tensors by exponent, see halfscale.magnitudes; and those of zero.
+        ("activation_counts", pa.list_(pa.int64(), BINS)),
+        ("weight_counts", pa.list_(pa.int64(), BINS)),
+        ("activation_zeros", pa.int64()),
+        ("weight_zeros", pa.int64()),
+    ]
+)
+
+
+class JobRecord(BaseModel):
+    """What runs and probes have in common.
 
     Attributes:
-        spec: The specification that was run.
-        digest: Its digest.
-        outcome: How the run ended, see the table of outcomes in the README; ``stalled`` is never
+        digest: The digest of the specification.
+        outcome: How it ended, see the table of outcomes in the README; ``stalled`` is never
             stored, since only the comparison with the fp32 control can tell it.
         error: The error's text, or None.
-        steps_done: Rows of the trace.
-        skipped_steps: Steps the optimizer did not take.
-        final_scale: The scale after the last step; None where nothing was scaled.
-        seconds: Wall time of all steps.
-        environment: What computed the run: torch, device name, arithmetic, threads.
-        trace_sha256: The SHA-256 of ``trace.parquet``.
+        steps_done: Rows of the table.
+        environment: What computed it: torch, device name, arithmetic, threads.
+        trace_sha256: The SHA-256 of the table's file.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    spec: RunSpec
     digest: str
     outcome: Outcome
     error: str | None
     steps_done: int
+    environment: dict[str, str | int]
+    trace_sha256: str
+
+
+class RunRecord(JobRecord):
+    """The content of ``run.json``.
+
+    Attributes:
+        spec: The specification that was run.
+        skipped_steps: Steps the optimizer did not take.
+        final_scale: The scale after the last step; None where nothing was scaled.
+        seconds: Wall time of all steps.
+    """
+
+    spec: RunSpec
     skipped_steps: int
     final_scale: float | None
     seconds: float
-    environment: dict[str, str | int]
-    trace_sha256: str
+
+
+class ProbeRecord(JobRecord):
+    """The content of ``probe.json``.
+
+    Attributes:
+        spec: The specification that was run.
+    """
+
+    spec: ProbeSpec
+
+
+Record = TypeVar("Record", RunRecord, ProbeRecord)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -135,24 +173,40 @@ def write_run(folder: Path, trace: Mapping[str, list[Any]], **record: Any) -> Ru
         record: The fields of `RunRecord` that cannot be derived.
     """
     table = pa.table(dict(trace), schema=TRACE_SCHEMA)
-    written: list[RunRecord] = []
+    skipped = table.num_rows - sum(trace["applied"])
+    derived = {"skipped_steps": skipped, "seconds": math.fsum(trace["seconds"])}
+    return _write(RunRecord, folder, table, {**record, **derived})
+
+
+def write_probe(folder: Path, probe: Mapping[str, list[Any]], **record: Any) -> ProbeRecord:
+    """Write ``probe.parquet`` and ``probe.json``, as `write_run` does.
+
+    Args:
+        folder: The probe's folder, made if need be.
+        probe: The columns of `PROBE_SCHEMA`, of equal length.
+        record: The fields of `ProbeRecord` that cannot be derived.
+    """
+    return _write(ProbeRecord, folder, pa.table(dict(probe), schema=PROBE_SCHEMA), record)
+
+
+def _write(kind: type[Record], folder: Path, table: pa.Table, record: Mapping[str, Any]) -> Record:
+    spec: JobSpec = record["spec"]
+    written: list[Record] = []
 
     def write(temporary: Path) -> None:
         pq.write_table(table, temporary)
         _sync(temporary)
-        complete = RunRecord(
-            digest=record["spec"].digest,
+        complete = kind(
+            digest=spec.digest,
             steps_done=table.num_rows,
-            skipped_steps=table.num_rows - sum(trace["applied"]),
-            seconds=math.fsum(trace["seconds"]),
             trace_sha256=file_digest(temporary),
             **record,
         )
         content = complete.model_dump()
-        write_json(folder / "run.json", {**content, "checksum": _checksum(content)})
+        write_json(folder / spec.record_name, {**content, "checksum": _checksum(content)})
         written.append(complete)
 
-    write_atomically(folder / "trace.parquet", write)
+    write_atomically(folder / spec.table_name, write)
     return written[0]
 
 
@@ -166,37 +220,53 @@ def read_run(results: Path, spec: RunSpec) -> tuple[RunRecord, pa.Table]:
     Raises:
         RecordError: Naming the file, what is wrong with it and the command that mends it.
     """
+    return _read(RunRecord, TRACE_SCHEMA, results, spec)
+
+
+def read_probe(results: Path, spec: ProbeSpec) -> tuple[ProbeRecord, pa.Table]:
+    """Read one probe and check it, as `read_run` does.
+
+    Raises:
+        RecordError: Naming the file, what is wrong with it and the command that mends it.
+    """
+    return _read(ProbeRecord, PROBE_SCHEMA, results, spec)
+
+
+def _read(
+    kind: type[Record], schema: pa.Schema, results: Path, spec: JobSpec
+) -> tuple[Record, pa.Table]:
     folder = results / spec.folder
-    path = folder / "run.json"
-    record = _read_record(path, folder)
+    path = folder / spec.record_name
+    record = _read_record(kind, path, folder)
     if record.digest != spec.digest or record.spec != spec:
         _refuse(
             path,
             folder,
             f"is the result of another specification ({record.digest}, not {spec.digest})",
         )
-    trace_path = folder / "trace.parquet"
+    table_path = folder / spec.table_name
     try:
-        if file_digest(trace_path) != record.trace_sha256:
-            _refuse(trace_path, folder, "is not the trace that its run.json was written with")
-        trace = pq.read_table(trace_path, schema=TRACE_SCHEMA)
+        if file_digest(table_path) != record.trace_sha256:
+            reason = f"is not the {table_path.stem} that its {path.name} was written with"
+            _refuse(table_path, folder, reason)
+        table = pq.read_table(table_path, schema=schema)
     except FileNotFoundError:
-        _refuse(trace_path, folder, "is missing")
+        _refuse(table_path, folder, "is missing")
     except pa.ArrowException as error:
-        _refuse(trace_path, folder, f"cannot be read: {error}")
-    return record, trace
+        _refuse(table_path, folder, f"cannot be read: {error}")
+    return record, table
 
 
-def _read_record(path: Path, folder: Path) -> RunRecord:
+def _read_record(kind: type[Record], path: Path, folder: Path) -> Record:
     try:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
-        record = RunRecord.model_validate(content)
+        record = kind.model_validate(content)
         computed = _checksum(record.model_dump())  # a ValueError if a number is not finite
     except FileNotFoundError:
         _refuse(path, folder, "is missing")
     except (ValueError, KeyError, AttributeError, TypeError, ValidationError):
-        _refuse(path, folder, "is truncated or no run record")
+        _refuse(path, folder, f"is truncated or no {path.stem} record")
     if computed != checksum:
         _refuse(path, folder, "was edited after it was written")
     return record

@@ -15,10 +15,11 @@ PACKAGE = Path(__file__).parent
 NOTEBOOK = PACKAGE.parent / "notebooks" / "summary.ipynb"
 
 TRAINING = ("train.py", "precision/*.py", "scaling/*.py", "policies/*.py", "workloads/__init__.py")
+PROBING = (*TRAINING, "probe.py")
 VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
-TABLES = ("tables.py", "records.py", "verdict.py")
+TABLES = ("tables.py", "probe_tables.py", "magnitudes.py", "records.py", "verdict.py")
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
-PLOTS = ("plots.py", "style.py")
+PLOTS = ("plots.py", "probe_plots.py", "style.py", "magnitudes.py")
 REPORT = ("report.py", "fragments.py")
 
 

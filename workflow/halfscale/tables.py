@@ -257,9 +257,8 @@ def _always_inert(knobs: pd.Series) -> str:
 
 
 def find_orphans(plan: Plan, results: Path) -> list[str]:
-    """Run folders on the disk that the plan does not ask for, relative to the results folder."""
-    expected = {spec.folder.as_posix() for spec in plan.runs()}
-    found = {
-        path.parent.relative_to(results).as_posix() for path in results.glob("runs/*/*/*/run.json")
-    }
+    """Folders of runs and probes that the plan does not ask for, relative to the results folder."""
+    expected = {spec.folder.as_posix() for spec in plan.jobs()}
+    records = (*results.glob("runs/*/*/*/run.json"), *results.glob("probes/*/*/probe.json"))
+    found = {path.parent.relative_to(results).as_posix() for path in records}
     return sorted(found - expected)

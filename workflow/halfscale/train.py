@@ -6,22 +6,20 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from halfscale.plan import LARGEST_FP16, RunSpec
+from halfscale.plan import LARGEST_FP16, ProbeSpec, RunSpec
 from halfscale.policies import FloorReached
 from halfscale.precision import Arithmetic, arithmetic
 from halfscale.records import TRACE_SCHEMA, Outcome, RunRecord, write_run
 from halfscale.scaling import LossScaler
 from halfscale.workloads import Workload, build_workload
-
-Trace = dict[str, list[Any]]
 
 
 class _Unscaled:
@@ -65,24 +63,70 @@ def train(spec: RunSpec, folder: Path, progress: Callable[[str], None] = print) 
     Raises:
         OSError: If the files cannot be written.
     """
-    _make_deterministic(spec)
-    trace: Trace = {name: [] for name in TRACE_SCHEMA.names}
-    scaler = LossScaler(spec.policy.make()) if spec.policy else _Unscaled()
-    outcome: Outcome
-    with arithmetic(spec.precision, spec.device) as used:
-        try:
-            outcome, error = _run_steps(spec, scaler, used, trace, progress), None
-        except _Ended as ended:
-            outcome, error = ended.outcome, str(ended)
+    trace: dict[str, list[Any]] = {name: [] for name in TRACE_SCHEMA.names}
+
+    def record(row: Mapping[str, Any]) -> None:
+        for name, column in trace.items():
+            column.append(row[name])
+
+    ended = run_training(spec, record, progress)
     return write_run(
         folder,
         trace,
         spec=spec,
-        outcome=outcome,
-        error=error,
-        final_scale=scaler.get_scale() if spec.policy else None,
-        environment=_environment(spec, str(used)),
+        outcome=ended.outcome,
+        error=ended.error,
+        final_scale=ended.final_scale,
+        environment=ended.environment,
     )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training ended.
+
+    Attributes:
+        outcome: See `RunRecord`.
+        error: The error's text, or None.
+        final_scale: The scale after the last step; None where nothing was scaled.
+        environment: What computed it.
+    """
+
+    outcome: Outcome
+    error: str | None
+    final_scale: float | None
+    environment: dict[str, str | int]
+
+
+Observe = Callable[[torch.Tensor], AbstractContextManager[None]]
+
+
+def run_training(
+    spec: RunSpec | ProbeSpec,
+    record: Callable[[Mapping[str, Any]], None],
+    progress: Callable[[str], None],
+    observe: Observe = lambda loss: nullcontext(),
+) -> Ended:
+    """Train as the specification says; what the workload's own code raises is an outcome.
+
+    Args:
+        spec: What to run.
+        record: Is given the figures of each step: the columns of `TRACE_SCHEMA` and
+            ``largest_gradient``, the largest magnitude of the unscaled parameter gradients.
+        progress: Is given one line at about every tenth of the steps.
+        observe: Given a loss, a context in which its backward pass is run.
+    """
+    _make_deterministic(spec)
+    scaler = LossScaler(spec.policy.make()) if spec.policy else _Unscaled()
+    outcome: Outcome
+    with arithmetic(spec.precision, spec.device) as used:
+        try:
+            training = _build(spec, scaler, used, observe)
+            outcome, error = _run_steps(spec, training, record, progress), None
+        except _Ended as ended:
+            outcome, error = ended.outcome, str(ended)
+    scale = scaler.get_scale() if spec.policy else None
+    return Ended(outcome, error, scale, _environment(spec, str(used)))
 
 
 @dataclass(frozen=True)
@@ -93,23 +137,30 @@ class _Training:
     scaler: LossScaler | _Unscaled
     arithmetic: Arithmetic
     taken: list[int]
+    observe: Observe
+
+
+def _build(
+    spec: RunSpec | ProbeSpec, scaler: LossScaler | _Unscaled, used: Arithmetic, observe: Observe
+) -> _Training:
+    with _workload_code("building the workload"):
+        workload = build_workload(spec.workload, spec.seed, spec.device, dict(spec.parameters))
+        return _Training(workload, scaler, used, _count_taken_steps(workload.optimizer), observe)
 
 
 def _run_steps(
-    spec: RunSpec,
-    scaler: LossScaler | _Unscaled,
-    used: Arithmetic,
-    trace: Trace,
+    spec: RunSpec | ProbeSpec,
+    training: _Training,
+    record: Callable[[Mapping[str, Any]], None],
     progress: Callable[[str], None],
 ) -> Outcome:
-    with _workload_code("building the workload"):
-        workload = build_workload(spec.workload, spec.seed, spec.device, dict(spec.parameters))
-        training = _Training(workload, scaler, used, _count_taken_steps(workload.optimizer))
+    workload, scaler = training.workload, training.scaler
+    applied: list[bool] = []
     every = max(1, spec.steps // 10)
     for step in range(spec.steps):
         row = _train_step(training, step)
-        for name, value in row.items():
-            trace[name].append(value)
+        record(row)
+        applied.append(row["applied"])
         if (step + 1) % every == 0 or step + 1 == spec.steps:
             progress(
                 f"step {step + 1}/{spec.steps}  loss {row['loss']:.6g}  scale {row['scale']:g}"
@@ -124,7 +175,7 @@ def _run_steps(
     largest = torch.stack(torch._foreach_norm(list(workload.model.parameters()), math.inf))
     if not bool(torch.isfinite(largest).all()):
         raise _Ended("diverged", "a parameter is not finite after the last step")
-    return _stuck_or_ok(trace["applied"])
+    return _stuck_or_ok(applied)
 
 
 def _stuck_or_ok(applied: list[bool]) -> Outcome:
@@ -167,6 +218,7 @@ def _train_step(training: _Training, step: int) -> dict[str, Any]:
         "applied": applied,
         "grad_norm": grad_norm,
         "headroom": _headroom(largest * scale),
+        "largest_gradient": largest,
         "seconds": time.perf_counter() - started,
     }
 
@@ -177,7 +229,8 @@ def _backward(training: _Training) -> torch.Tensor:
     batch = next(workload.batches)
     with training.arithmetic.autocast():
         loss = workload.loss(workload.model, batch) / workload.accumulate
-    training.scaler.scale(loss).backward()
+    with training.observe(loss):
+        training.scaler.scale(loss).backward()
     return loss.detach().float().squeeze()
 
 
@@ -225,7 +278,7 @@ def _workload_code(doing: str) -> Iterator[None]:
         raise _Ended(outcome, f"{doing}: {type(error).__name__}: {error}") from error
 
 
-def _make_deterministic(spec: RunSpec) -> None:
+def _make_deterministic(spec: RunSpec | ProbeSpec) -> None:
     """Let nothing but the specification decide a number."""
     # cuBLAS reads this once, when CUDA is initialised.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -237,7 +290,7 @@ def _make_deterministic(spec: RunSpec) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def _environment(spec: RunSpec, used: str) -> dict[str, str | int]:
+def _environment(spec: RunSpec | ProbeSpec, used: str) -> dict[str, str | int]:
     on_gpu = spec.device == "cuda"
     return {
         "torch": torch.__version__,

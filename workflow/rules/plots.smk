@@ -2,7 +2,13 @@ rule plots:
     input:
         tables=expand(
             "results/tables/{table}",
-            table=["runs.csv", "configurations.csv", "steps.parquet"],
+            table=[
+                "runs.csv",
+                "configurations.csv",
+                "steps.parquet",
+                "exponents.csv",
+                "windows.parquet",
+            ],
         ),
         sweep="results/verification/sweep.csv",
         recommendation="reports/recommendation.json",

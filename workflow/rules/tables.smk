@@ -2,6 +2,11 @@ rule tables:
     input:
         runs=[f"results/{run.folder}/run.json" for run in RUNS],
         traces=[f"results/{run.folder}/trace.parquet" for run in RUNS],
+        probes=[
+            f"results/{probe.folder}/{file}"
+            for probe in PLAN.probes()
+            for file in (probe.record_name, probe.table_name)
+        ],
     output:
         runs="results/tables/runs.csv",
         configurations=report(
@@ -10,6 +15,8 @@ rule tables:
             category="Tables",
         ),
         steps="results/tables/steps.parquet",
+        exponents="results/tables/exponents.csv",
+        windows="results/tables/windows.parquet",
         orphans="results/tables/orphans.json",
         plan="results/tables/plan.json",
     log:

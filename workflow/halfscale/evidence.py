@@ -1,0 +1,74 @@
+"""What figures are drawn from, and their common frame: a panel a workload, one legend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from halfscale.plan import CONTROLS
+from halfscale.style import ArmStyle, arm_styles
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The tables that figures are drawn from, and the verdict (``recommendation.json``)."""
+
+    runs: pd.DataFrame
+    configurations: pd.DataFrame
+    steps: pd.DataFrame
+    sweep: pd.DataFrame
+    exponents: pd.DataFrame
+    windows: pd.DataFrame
+    recommendation: dict[str, Any]
+
+    @property
+    def workloads(self) -> list[str]:
+        return sorted(self.runs["workload"].unique())
+
+    @property
+    def scaled(self) -> list[str]:
+        """The configurations, without the controls."""
+        return sorted(set(self.runs["configuration"]) - set(CONTROLS))
+
+    @property
+    def styles(self) -> dict[str, ArmStyle]:
+        return arm_styles(self.scaled)
+
+
+def panels_of(evidence: Evidence, height: float = 3.6) -> tuple[Figure, dict[str, Axes]]:
+    """One panel a workload, two in a row."""
+    names = evidence.workloads
+    columns = min(2, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(9.5, height * rows), squeeze=False, sharey=False
+    )
+    for spare in axes.flat[len(names) :]:
+        spare.remove()
+    panels = dict(zip(names, axes.flat, strict=False))
+    for name, axis in panels.items():
+        axis.set_title(name, loc="left", fontweight="bold")
+    return figure, panels
+
+
+def add_shared_legend(figure: Figure, panels: dict[str, Axes]) -> None:
+    """One legend below all panels, each entry once."""
+    handles: dict[str, Any] = {}
+    for axis in panels.values():
+        lines, labels = axis.get_legend_handles_labels()
+        handles.update(zip(labels, lines, strict=True))
+        if legend := axis.get_legend():
+            legend.remove()
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False
+    )

@@ -1,0 +1,204 @@
+"""One probe: train in bf16 and count, in each step, the magnitudes of all backward tensors.
+
+Under autocast the same tensors are in half precision in bf16 as in fp16, but bf16 has the range of
+fp32: nothing overflows and nothing vanishes. What fp16 would do to them at any scale follows from
+the counts (`halfscale.magnitudes`). Tensors that autocast leaves in fp32 are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfscale.magnitudes import BINS, LOWEST_EXPONENT
+from halfscale.plan import ProbeSpec
+from halfscale.records import PROBE_SCHEMA, ProbeRecord, write_probe
+from halfscale.train import run_training
+
+# Of bf16's exponent field: 1 stands for 2^-126, 255 for Inf and NaN.
+_FIELDS = 256
+_FIRST_NORMAL = -126
+# Where zeros are counted, behind the exponents.
+_ZEROS = BINS
+# Elements that are kept to be counted together: 8 MiB.
+_MOST_WAITING = 1 << 22
+
+
+def probe(spec: ProbeSpec, folder: Path, progress: Callable[[str], None] = print) -> ProbeRecord:
+    """Train one reference run and write ``probe.parquet`` and ``probe.json``.
+
+    Training that ends early is a result with that outcome, as in `halfscale.train.train`.
+
+    Args:
+        spec: What to run.
+        folder: Where the two files go.
+        progress: Is given one line at about every tenth of the steps.
+
+    Raises:
+        OSError: If the files cannot be written.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in PROBE_SCHEMA.names}
+    recorder = MagnitudeRecorder()
+
+    def record(row: Mapping[str, Any]) -> None:
+        figures = {**row, **recorder.take()}
+        for name, column in columns.items():
+            column.append(figures[name])
+
+    ended = run_training(spec, observe=recorder.watch, record=record, progress=progress)
+    return write_probe(
+        folder,
+        columns,
+        spec=spec,
+        outcome=ended.outcome,
+        error=ended.error,
+        environment=ended.environment,
+    )
+
+
+class MagnitudeRecorder:
+    """Count the magnitudes of bf16 tensors that backward passes make.
+
+    Every tensor that an operation of the backward pass returns counts once, views of it do not;
+    the gradients of weights (what autocast's copy of a parameter receives) are told apart from
+    those of activations. Works on every device.
+    """
+
+    def __init__(self) -> None:
+        self._everything = _Counter()
+        self._weights = _Counter()
+
+    @contextmanager
+    def watch(self, loss: Tensor) -> Iterator[None]:
+        """Record the backward pass of a loss, which is run inside; several add up."""
+
+        def count_weights(gradients: tuple[Tensor | None, ...]) -> None:
+            for gradient in gradients:
+                if gradient is not None:
+                    self._weights.add(gradient)
+
+        hooks = [node.register_prehook(count_weights) for node in _weight_copies(loss)]
+        try:
+            with _Watch(self._everything.add):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def take(self) -> dict[str, Any]:
+        """The figures since the last call, and forget them: columns of `PROBE_SCHEMA`."""
+        counts, largest = self._everything.take()
+        weights, _ = self._weights.take()
+        activations = counts - weights
+        return {
+            "largest": largest if math.isfinite(largest) else math.inf,
+            "activation_counts": activations[:BINS].tolist(),
+            "weight_counts": weights[:BINS].tolist(),
+            "activation_zeros": int(activations[_ZEROS]),
+            "weight_zeros": int(weights[_ZEROS]),
+        }
+
+
+class _Counter:
+    """Counts by exponent, of many tensors at a time: most of them are too small to count alone."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._elements = 0
+        self._counts = torch.zeros(BINS + 1, dtype=torch.int64)
+        self._largest = 0.0
+
+    def add(self, tensor: Tensor) -> None:
+        if tensor.dtype is torch.bfloat16 and tensor.numel():
+            # A copy: backward passes add to gradients in place.
+            magnitudes = tensor.detach().contiguous().view(torch.int16) & 0x7FFF
+            self._waiting.append(magnitudes.flatten())
+            self._elements += tensor.numel()
+            if self._elements > _MOST_WAITING:
+                self._count()
+
+    def take(self) -> tuple[Tensor, float]:
+        self._count()
+        taken = self._counts, self._largest
+        self._counts, self._largest = torch.zeros_like(self._counts), 0.0
+        return taken
+
+    def _count(self) -> None:
+        if not self._waiting:
+            return
+        counts, largest = count_exponents(torch.cat(self._waiting))
+        self._counts += counts.cpu()
+        # NaN, once there, stays.
+        self._largest = float(np.maximum(self._largest, float(largest)))
+        self._waiting, self._elements = [], 0
+
+
+class _Watch(TorchDispatchMode):
+    """Show every new tensor that an operation makes, also in autograd's own threads."""
+
+    def __init__(self, show: Callable[[Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._show = show
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for part in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(part, Tensor):
+                    self._show(part)
+        return result
+
+
+def _weight_copies(loss: Tensor) -> list[Node]:
+    """The nodes of the graph whose result is a parameter's gradient."""
+    found, seen, ahead = [], set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        below = [next_node for next_node, _ in node.next_functions]
+        if any(type(next_node).__name__ == "AccumulateGrad" for next_node in below):
+            found.append(node)
+        ahead.extend(below)
+    return found
+
+
+def count_exponents(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Count bf16 numbers by exponent.
+
+    Args:
+        bits: The numbers' bits without the sign, int16 of shape (elements,), at least one.
+
+    Returns:
+        Counts, int64 of shape (BINS + 1,): bin b holds the elements with floor(log2 |x|) =
+        b + LOWEST_EXPONENT, the last one those of zero; Inf and NaN are in neither. And the
+        largest magnitude, fp32 of no dimension; Inf or NaN if there is one.
+    """
+    fields = torch.bincount(bits >> 7, minlength=_FIELDS)
+    counts = fields.new_zeros(BINS + 1)
+    counts[_FIRST_NORMAL - LOWEST_EXPONENT : BINS] = fields[1:-1]
+    counts[_ZEROS] = zeros = (bits == 0).sum()
+    if fields[0] > zeros:
+        # Below 2^-126 the field says nothing; 2^64 times as large they are normal numbers.
+        small = _value(bits[(bits < 1 << 7) & (bits > 0)]).double() * 2.0**64
+        exponents = torch.log2(small).floor().long() - 64 - LOWEST_EXPONENT
+        counts[:BINS] += torch.bincount(exponents, minlength=BINS)
+    # Without the sign the bits of floating-point numbers are in the order of their magnitudes.
+    return counts, _value(bits.max())
+
+
+def _value(bits: Tensor) -> Tensor:
+    """What bf16 bits without the sign stand for, in fp32: its upper half."""
+    return (bits.int() << 16).view(torch.float32)

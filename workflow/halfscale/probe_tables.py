@@ -1,0 +1,127 @@
+"""Tables of the probes: magnitudes by exponent, and the usable scales of every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from halfscale.magnitudes import (
+    BINS,
+    LOWEST_EXPONENT,
+    largest_safe_exponent,
+    lost_share,
+    smallest_useful_exponent,
+)
+from halfscale.plan import Plan
+from halfscale.records import read_probe
+
+TOLERABLE_LOSS = 0.01
+"""The lost share up to which a scale counts as usable."""
+
+TENSORS = ("activation", "weight")
+PARTS = {"start": "the first tenth of the steps", "end": "the last tenth", "all": "every step"}
+
+EXPONENT_COLUMNS = {
+    "workload": "name of the workload",
+    "tensors": "activation: gradients of activations; weight: gradients of weights",
+    "part": "start: the first tenth of the steps; end: the last tenth; all: every step",
+    "exponent": "floor(log2) of the elements' magnitude, unscaled; empty: elements of zero",
+    "elements": "their number, over all seeds",
+}
+
+WINDOW_COLUMNS = {
+    "workload": "name of the workload",
+    "seed": "the seed",
+    "step": "0 for the first step",
+    "largest": "largest magnitude of all half-precision backward tensors, unscaled",
+    "largest_gradient": "largest magnitude of the parameters' gradients, unscaled",
+    "largest_safe": "log2 of the largest power of two as a scale that does not overflow here",
+    "smallest_useful": "log2 of the smallest power of two that loses at most "
+    f"{TOLERABLE_LOSS:.0%} of the non-zero elements here",
+}
+
+
+def collect_probes(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read every probe of the plan.
+
+    Returns:
+        Elements by exponent (`EXPONENT_COLUMNS`) and the window of each step (`WINDOW_COLUMNS`).
+
+    Raises:
+        RecordError: If a probe's file is missing, damaged or belongs to another specification.
+    """
+    exponents: list[pd.DataFrame] = []
+    windows: list[pd.DataFrame] = []
+    for workload in sorted(plan.workloads):
+        tables = []
+        for seed in plan.seeds:
+            _, table = read_probe(results, plan.probe(workload, seed))
+            windows.append(_window(workload, seed, table))
+            tables.append(table)
+        exponents.extend(_by_exponent(workload, tables, plan.workloads[workload].steps))
+    return (
+        pd.concat(exponents)[list(EXPONENT_COLUMNS)],
+        pd.concat(windows)[list(WINDOW_COLUMNS)],
+    )
+
+
+def _counts(table: pa.Table, tensors: str) -> NDArray[np.int64]:
+    """Shape (steps, BINS)."""
+    column = table[f"{tensors}_counts"].combine_chunks()
+    counts: NDArray[np.int64] = column.flatten().to_numpy().reshape(len(column), -1)
+    return counts
+
+
+def _window(workload: str, seed: int, table: pa.Table) -> pd.DataFrame:
+    counts = sum(_counts(table, tensors) for tensors in TENSORS)
+    frame = table.select(["step", "largest", "largest_gradient"]).to_pandas()
+    return frame.assign(
+        workload=workload,
+        seed=seed,
+        largest_safe=largest_safe_exponent(frame["largest"]),
+        smallest_useful=smallest_useful_exponent(counts, TOLERABLE_LOSS),
+    )
+
+
+def _by_exponent(workload: str, tables: list[pa.Table], steps: int) -> list[pd.DataFrame]:
+    tenth = max(1, steps // 10)
+    frames = []
+    for part, chosen in zip(PARTS, (slice(tenth), slice(-tenth, None), slice(None)), strict=True):
+        for tensors in TENSORS:
+            counts = sum(_counts(table, tensors)[chosen].sum(0) for table in tables)
+            zeros = sum(table[f"{tensors}_zeros"].to_numpy()[chosen].sum() for table in tables)
+            (filled,) = np.nonzero(counts)
+            frame = pd.DataFrame(
+                {
+                    "exponent": [None, *(filled + LOWEST_EXPONENT)],
+                    "elements": [zeros, *counts[filled]],
+                }
+            ).astype("Int64")
+            frames.append(frame.assign(workload=workload, tensors=tensors, part=part))
+    return frames
+
+
+def usable_window(windows: pd.DataFrame) -> tuple[float, float]:
+    """The powers of two usable at every step given, as log2: from, to; empty if from > to.
+
+    Args:
+        windows: Rows of `WINDOW_COLUMNS`.
+    """
+    return float(windows["smallest_useful"].max()), float(windows["largest_safe"].min())
+
+
+def lost_share_of(exponents: pd.DataFrame, log2_scales: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The share of non-zero elements lost at each scale, shape (scales,).
+
+    Args:
+        exponents: Rows of `EXPONENT_COLUMNS` of one part; tensors of several kinds are added up.
+        log2_scales: The scales as powers of two, shape (scales,).
+    """
+    counts = np.zeros(BINS)
+    filled = exponents.dropna(subset="exponent")
+    np.add.at(counts, filled["exponent"].to_numpy(int) - LOWEST_EXPONENT, filled["elements"])
+    return lost_share(counts, log2_scales)

@@ -1,0 +1,26 @@
+rule probe:
+    output:
+        # Not deleted before the job: if it fails, the old result stays whole.
+        record=update("results/probes/{workload}/seed{seed}/probe.json"),
+        counts=update("results/probes/{workload}/seed{seed}/probe.parquet"),
+    log:
+        "results/logs/probe/{workload}/seed{seed}.log",
+    wildcard_constraints:
+        workload="[^/]+",
+        seed="[0-9]+",
+    conda:
+        "../../envs/halfscale.yaml"
+    threads: PLAN.threads
+    resources:
+        gpu=1 if PLAN.device == "cuda" else 0,
+        mem_mb=1024,
+    # One canonical string: Snakemake compares params as a set of values without their names.
+    params:
+        spec=lambda wildcards: PLAN.probe(
+            wildcards.workload, int(wildcards.seed)
+        ).canonical_json(),
+    message:
+        "probe workload={wildcards.workload} seed={wildcards.seed}"
+    shell:
+        "python -P -m halfscale probe --spec {params.spec:q}"
+        ' --folder "$(dirname {output.record:q})" > {log:q}'
