@@ -101,11 +101,15 @@ def _short(value: object) -> str:
 
 
 class WorkloadPlan(_Block):
-    """One workload of the plan: its length, its resolved parameters, the digest of its code."""
+    """One workload of the plan: its length, its resolved parameters, the digest of its code.
+
+    ``entry`` is where a user's own workload is, such as ``mine.py:build``; None for a built-in one.
+    """
 
     steps: int
     parameters: dict[str, Parameter]
     source: str
+    entry: str | None = None
 
 
 class RunSpec(_Block):
@@ -122,6 +126,7 @@ class RunSpec(_Block):
     device: Literal["cpu", "cuda"]
     threads: int
     source: str
+    entry: str | None = None
 
     def canonical_json(self) -> str:
         """The specification as one line of JSON; equal meaning gives equal text."""
@@ -179,6 +184,7 @@ class Plan(_Block):
             device=self.device,
             threads=self.threads,
             source=block.source,
+            entry=block.entry,
         )
 
     def runs(self) -> Iterator[RunSpec]:
