@@ -23,8 +23,8 @@ GROUND = (
     *("config", "devices", "sources", "policies", "plan", "naming", "planner", "records"),
     *("entry", "imported", "workload_plan", "guard"),
 )
-PARTS = ("scaling", "precision", "workloads")
-DOING = ("train", "verify")
+PARTS = ("scaling", "precision", "workloads", "own")
+DOING = ("train", "verify", "faults", "machine", "tryout")
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
     "simulate",

@@ -56,6 +56,7 @@ class RunRecord(BaseModel):
         steps_done: Rows of the trace.
         skipped_steps: Steps the optimizer did not take.
         final_scale: The scale after the last step; None where nothing was scaled.
+        evaluation: What the workload's own ``evaluate`` returned; None if not finite or none.
         seconds: Wall time of all steps.
         environment: What computed the run: torch, device name, arithmetic, threads.
         trace_sha256: The SHA-256 of ``trace.parquet``.
@@ -70,6 +71,7 @@ class RunRecord(BaseModel):
     steps_done: int
     skipped_steps: int
     final_scale: float | None
+    evaluation: float | None
     seconds: float
     environment: dict[str, str | int]
     trace_sha256: str
@@ -132,7 +134,7 @@ def write_run(folder: Path, trace: Mapping[str, list[Any]], **record: Any) -> Ru
     Args:
         folder: The run's folder, made if need be.
         trace: The columns of `TRACE_SCHEMA`, of equal length.
-        record: The fields of `RunRecord` that cannot be derived.
+        record: The fields of `RunRecord` that cannot be derived; ``evaluation`` may be left out.
     """
     table = pa.table(dict(trace), schema=TRACE_SCHEMA)
     written: list[RunRecord] = []
@@ -146,7 +148,7 @@ def write_run(folder: Path, trace: Mapping[str, list[Any]], **record: Any) -> Ru
             skipped_steps=table.num_rows - sum(trace["applied"]),
             seconds=math.fsum(trace["seconds"]),
             trace_sha256=file_digest(temporary),
-            **record,
+            **{"evaluation": None, **record},
         )
         content = complete.model_dump()
         write_json(folder / "run.json", {**content, "checksum": _checksum(content)})

@@ -14,7 +14,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 NOTEBOOK = PACKAGE.parent / "notebooks" / "summary.ipynb"
 
-TRAINING = ("train.py", "precision/*.py", "scaling/*.py", "policies/*.py", "workloads/__init__.py")
+TRAINING = (
+    *("train.py", "faults.py", "machine.py", "own.py", "workloads/__init__.py"),
+    *("precision/*.py", "scaling/*.py", "policies/*.py"),
+)
 VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
 TABLES = ("tables.py", "records.py", "verdict.py")
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
