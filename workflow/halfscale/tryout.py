@@ -143,9 +143,8 @@ def _describe(training: Training) -> str:
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     dtypes = ", ".join(sorted({_short(parameter.dtype) for parameter in parameters}))
-    rates = sorted(
-        {f"{group['lr']:g}" for group in workload.optimizer.param_groups if "lr" in group}
-    )
+    groups = [group for group in workload.optimizer.param_groups if "lr" in group]
+    rates = sorted({f"{group.get('initial_lr', group['lr']):g}" for group in groups})
     also = [
         *([] if workload.clip_norm is None else [f"clip_norm {workload.clip_norm:g}"]),
         *([f"accumulate {workload.accumulate}"] if workload.accumulate > 1 else []),
@@ -188,7 +187,7 @@ def _tabulate(attempts: Sequence[Attempt]) -> str:
             [
                 attempt.precision,
                 *(losses + ["-"] * (STEPS - len(losses))),
-                f"{min(row['headroom'] for row in attempt.rows):.1f} bits",
+                _headroom(min(row["headroom"] for row in attempt.rows)),
                 str(skipped),
                 f"{seconds * 1e3:.1f}",
                 *([value] if evaluated else []),
@@ -198,6 +197,12 @@ def _tabulate(attempts: Sequence[Attempt]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join(lines)
+
+
+def _headroom(bits: float) -> str:
+    if math.isinf(bits):
+        return "overflow" if bits < 0 else "all zero"
+    return f"{bits:.1f} bits"
 
 
 def _find_notes(attempts: Sequence[Attempt]) -> list[str]:
