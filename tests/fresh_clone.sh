@@ -26,6 +26,8 @@ job | grep -q "Nothing to be done"
 "$venv/bin/"snakemake --cores 4 --configfile examples/small.yaml 2>&1 | grep -q "Nothing to be done"
 "$venv/bin/"halfscale check config.yaml
 "$venv/bin/"halfscale check examples/policies.yaml
+"$venv/bin/"halfscale check examples/own_model.yaml
+"$venv/bin/"halfscale check-workload examples/own_model.py:build --set width=32
 "$venv/bin/"halfscale simulate --policy torch --policy deepspeed --set init_scale=64 \
   --set growth_interval=2 --pattern FFXFF
 

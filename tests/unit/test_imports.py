@@ -10,7 +10,10 @@ import pytest
 
 from halfscale.sources import PACKAGE
 
-FAST = ["config", "devices", "sources", "plan", "naming", "planner", "guard", "policies"]
+FAST = [
+    *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
+    *("planner", "guard", "policies"),
+]
 TORCH_FREE = [
     *FAST,
     *("records", "style", "tables", "verdict", "plots", "export", "settings", "fragments"),
@@ -18,10 +21,10 @@ TORCH_FREE = [
 ]
 GROUND = (
     *("config", "devices", "sources", "policies", "plan", "naming", "planner", "records"),
-    "guard",
+    *("entry", "imported", "workload_plan", "guard"),
 )
-PARTS = ("scaling", "precision", "workloads")
-DOING = ("train", "verify")
+PARTS = ("scaling", "precision", "workloads", "own")
+DOING = ("train", "verify", "faults", "machine", "tryout")
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
     "simulate",

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from halfscale import planner as plans
 from halfscale.plan import CONTROLS, Plan, PolicyChoice, RunSpec, WorkloadPlan, canonical_json
-from halfscale.planner import build_plan, workload_defaults, workload_names
+from halfscale.planner import build_plan
 from halfscale.policies import POLICIES
 from halfscale.sources import PACKAGE
+from halfscale.workload_plan import workload_defaults, workload_names
 
 from .crafted import make_plan
 

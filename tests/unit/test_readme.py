@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from halfscale.planner import build_plan
+from halfscale.train import train
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -42,6 +45,10 @@ RUN_BY = {
         "tests/fresh_clone.sh",
         "halfscale check config.yaml",
     ),
+    ".venv/bin/halfscale check-workload examples/own_model.py:build --set width=32": (
+        "tests/fresh_clone.sh",
+        "halfscale check-workload examples/own_model.py:build --set width=32",
+    ),
 }
 
 
@@ -58,12 +65,31 @@ def test_every_command_is_run_by_a_test_or_by_ci() -> None:
         assert written in (REPOSITORY / file).read_text(encoding="utf-8"), (file, written)
 
 
-def test_the_configuration_it_shows_is_accepted() -> None:
+def test_the_configuration_it_shows_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
     shown = [yaml.safe_load(block) for block in blocks("yaml")]
     configurations = [build_plan(block).configurations for block in shown]
-    assert [len(block) for block in configurations] == [2, 3]
+    assert [len(block) for block in configurations] == [2, 3, 2]
 
 
 def test_files_it_names_exist() -> None:
     for path in re.findall(r"\]\(([^)#]+)\)", README):
         assert (REPOSITORY / path).exists(), path
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_the_model_it_shows_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shown,) = (block for block in blocks("python") if "def build(" in block)
+    (configuration,) = (block for block in blocks("yaml") if "entry:" in block)
+    assert len(shown.splitlines()) <= 25
+    for file, text in (("own_model.py", shown), ("own_model.yaml", configuration)):
+        assert (REPOSITORY / "examples" / file).read_text(encoding="utf-8") == text
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "own_model.py").write_text(shown, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    plan = build_plan({**yaml.safe_load(configuration), "seeds": [0], "device": "cpu"})
+    for spec in plan.runs():
+        record = train(spec, tmp_path / spec.folder, lambda line: None)
+        assert (record.outcome, record.error) == ("ok", None)
+        assert record.evaluation is not None and record.evaluation > 0.8, "it has learned"

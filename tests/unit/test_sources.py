@@ -58,7 +58,14 @@ def test_a_changed_byte_changes_the_digests_of_exactly_the_patterns_that_hold_it
 
 
 def test_what_a_run_is_computed_with_is_part_of_its_digest(package: Path) -> None:
-    for file in ("train.py", "precision/choice.py", "scaling/manual.py", "workloads/__init__.py"):
+    for file in (
+        "train.py",
+        "own.py",
+        "faults.py",
+        "precision/choice.py",
+        "scaling/manual.py",
+        "workloads/__init__.py",
+    ):
         assert "TRAINING" in holders(package, file)
     for file in ("plots.py", "verdict.py", "report.py", "cli.py", "workloads/binary.py"):
         assert "TRAINING" not in holders(package, file)

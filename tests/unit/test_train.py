@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from halfscale import records
 from halfscale import train as training
 from halfscale.plan import CONTROLS, RunSpec
-from halfscale.planner import workload_names
 from halfscale.precision import arithmetic
 from halfscale.records import RunRecord, read_run
+from halfscale.workload_plan import workload_names
 from halfscale.workloads import Workload, build_workload
 
 from .crafted import make_plan, tiny_spec

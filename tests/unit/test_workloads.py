@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfscale import planner
+from halfscale import workload_plan
 from halfscale.precision import arithmetic
 from halfscale.sources import PACKAGE
 from halfscale.tables import smooth
@@ -148,7 +148,7 @@ def end(name: str) -> tuple[Workload, object]:
 def test_is_one_short_file_that_the_plan_finds(name: str) -> None:
     file = PACKAGE / "workloads" / f"{name}.py"
     source = file.read_text(encoding="utf-8")
-    assert name in planner.workload_names()
+    assert name in workload_plan.workload_names()
     assert len(source.splitlines()) <= 80
     (build,) = (
         node
@@ -156,7 +156,7 @@ def test_is_one_short_file_that_the_plan_finds(name: str) -> None:
         if isinstance(node, ast.FunctionDef) and node.name == "build"
     )
     assert [argument.arg for argument in build.args.args] == ["seed", "device"]
-    assert set(planner.workload_defaults(file)) == {a.arg for a in build.args.kwonlyargs}
+    assert set(workload_plan.workload_defaults(file)) == {a.arg for a in build.args.kwonlyargs}
 
 
 @each_workload

@@ -65,7 +65,8 @@ def _by_hand(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(*args, **keywords)
         except (ValueError, OSError) as error:
-            print(f"halfscale {function.__name__}: {error}", file=sys.stderr)
+            name = function.__name__.replace("_", "-")
+            print(f"halfscale {name}: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
 
     return app.command()(run)
@@ -112,6 +113,20 @@ def check(config: Annotated[Path, typer.Argument(help="A configuration file.")])
         f"{config}: {len(runs)} runs on {plan.device}: {', '.join(sorted(plan.workloads))} × "
         f"{', '.join(plan.arms)} × seeds {', '.join(map(str, plan.seeds))}"
     )
+
+
+@_by_hand
+def check_workload(
+    entry: Annotated[str, typer.Argument(help="path/to/file.py:build or package.module:build")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, a parameter of build.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Try a model of your own: three steps in fp32, bf16 and fp16, and what to write."""
+    from halfscale.tryout import check_workload as try_out
+
+    print(try_out(entry, settings or [], device))
 
 
 @_job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +40,20 @@ def parse_number(value: object) -> Number:
     if not finite:
         raise ValueError("is not finite")
     return number
+
+
+def parse_whole(value: object, low: int, high: int) -> int:
+    """Read a whole number within limits, as people write numbers.
+
+    Raises:
+        ValueError: If it is none, or beyond the limits.
+    """
+    number = parse_number(value)
+    if number != int(number):
+        raise ValueError("must be a whole number")
+    if not low <= number <= high:
+        raise ValueError(f"must be at least {low} and at most {high}")
+    return int(number)
 
 
 def _parse_text(text: str) -> Number:
@@ -150,3 +165,27 @@ def flow(value: object) -> str:
     """Write a value as YAML on one line, as it could stand in ``config.yaml``."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...").strip().removeprefix("{").removesuffix("}")
+
+
+def refuse_key(
+    source: str,
+    keys: tuple[str, ...],
+    value: object,
+    reason: str,
+    example: object,
+    better: str | None = None,
+    beside: Mapping[str, object] | None = None,
+) -> NoReturn:
+    """Raise the error for one key, with the block to write instead.
+
+    ``better`` replaces the last key in the block to write, ``beside`` holds keys that belong to it.
+
+    Raises:
+        ConfigError: Always.
+    """
+    block: object = {**(beside or {}), better or keys[-1]: example}
+    for key in reversed(keys[:-1]):
+        block = {key: block}
+    printable = (c if c.isprintable() else repr(c)[1:-1] for c in ".".join(keys))
+    where = "".join(printable)
+    raise ConfigError(f"{source}: {where}: {value!r:.60}: {reason}; write: {flow(block)}")

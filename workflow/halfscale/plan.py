@@ -101,12 +101,16 @@ def _short(value: object) -> str:
 
 
 class WorkloadPlan(_Block):
-    """One workload of the plan: its length, its resolved parameters, the digests of its code."""
+    """One workload of the plan: its length, its resolved parameters, the digests of its code.
+
+    ``entry`` is where a user's own workload is, such as ``mine.py:build``; None for a built-in one.
+    """
 
     steps: int
     parameters: dict[str, Parameter]
     source: str
     probe_source: str
+    entry: str | None = None
 
 
 class JobSpec(_Block):
@@ -128,6 +132,7 @@ class JobSpec(_Block):
     device: Literal["cpu", "cuda"]
     threads: int
     source: str
+    entry: str | None = None
 
     def canonical_json(self) -> str:
         """The specification as one line of JSON; equal meaning gives equal text."""
@@ -248,6 +253,7 @@ class Plan(_Block):
             "seed": seed,
             "device": self.device,
             "threads": self.threads,
+            "entry": block.entry,
         }
 
     def runs(self) -> Iterator[RunSpec]:

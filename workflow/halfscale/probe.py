@@ -54,7 +54,7 @@ def probe(spec: ProbeSpec, folder: Path, progress: Callable[[str], None] = print
         for name, column in columns.items():
             column.append(figures[name])
 
-    ended = run_training(spec, observe=recorder.watch, record=record, progress=progress)
+    ended = run_training(spec, record, progress, observe=recorder.watch)
     return write_probe(
         folder,
         columns,

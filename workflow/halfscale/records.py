@@ -91,12 +91,14 @@ class RunRecord(JobRecord):
         spec: The specification that was run.
         skipped_steps: Steps the optimizer did not take.
         final_scale: The scale after the last step; None where nothing was scaled.
+        evaluation: What the workload's own ``evaluate`` returned; None if not finite or none.
         seconds: Wall time of all steps.
     """
 
     spec: RunSpec
     skipped_steps: int
     final_scale: float | None
+    evaluation: float | None
     seconds: float
 
 
@@ -170,12 +172,12 @@ def write_run(folder: Path, trace: Mapping[str, list[Any]], **record: Any) -> Ru
     Args:
         folder: The run's folder, made if need be.
         trace: The columns of `TRACE_SCHEMA`, of equal length.
-        record: The fields of `RunRecord` that cannot be derived.
+        record: The fields of `RunRecord` that cannot be derived; ``evaluation`` may be left out.
     """
     table = pa.table(dict(trace), schema=TRACE_SCHEMA)
     skipped = table.num_rows - sum(trace["applied"])
     derived = {"skipped_steps": skipped, "seconds": math.fsum(trace["seconds"])}
-    return _write(RunRecord, folder, table, {**record, **derived})
+    return _write(RunRecord, folder, table, {"evaluation": None, **record, **derived})
 
 
 def write_probe(folder: Path, probe: Mapping[str, list[Any]], **record: Any) -> ProbeRecord:

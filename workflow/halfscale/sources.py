@@ -14,8 +14,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 NOTEBOOK = PACKAGE.parent / "notebooks" / "summary.ipynb"
 
-TRAINING = ("train.py", "precision/*.py", "scaling/*.py", "policies/*.py", "workloads/__init__.py")
-PROBING = (*TRAINING, "probe.py")
+TRAINING = (
+    *("train.py", "faults.py", "machine.py", "own.py", "workloads/__init__.py"),
+    *("precision/*.py", "scaling/*.py", "policies/*.py"),
+)
+PROBING = (*TRAINING, "probe.py", "magnitudes.py")
 VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
 TABLES = ("tables.py", "probe_tables.py", "magnitudes.py", "records.py", "verdict.py")
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")

@@ -47,6 +47,8 @@ RUN_COLUMNS = {
     "growths": "times the scale rose",
     "backoffs": "times the scale fell",
     "final_scale": "the scale after the last step; empty for controls",
+    "evaluation": "what the workload's evaluate returned after training; empty if it has none, "
+    "if that was not finite or the training ended early",
     "inert_knobs": "parameters that never acted in the run",
     "smallest_headroom": "bits left below fp16's limit at the worst step; -inf on an overflow",
     "seconds_per_step": "median wall time of a step, in seconds",
@@ -80,6 +82,7 @@ CONFIGURATION_COLUMNS = {
     "growths": "mean over seeds",
     "backoffs": "mean over seeds",
     "final_scale": "median over seeds",
+    "evaluation": "median over seeds",
     "inert_knobs": "parameters that never acted in any of the runs",
     "seconds_per_step": "median over seeds, in seconds",
 }
@@ -119,6 +122,7 @@ def measure_run(spec: RunSpec, record: RunRecord, trace: pa.Table) -> dict[str, 
         "growths": growths,
         "backoffs": backoffs,
         "final_scale": record.final_scale,
+        "evaluation": math.nan if record.evaluation is None else record.evaluation,
         "inert_knobs": _inert_knobs(spec, growths, backoffs),
         "smallest_headroom": trace["headroom"].to_numpy().min() if done else math.nan,
         "seconds_per_step": float(np.median(seconds)) if done else math.nan,
@@ -238,6 +242,7 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
                 **group[["skipped_steps", "growths", "backoffs"]].mean(),
                 "longest_skip_streak": int(group["longest_skip_streak"].max()),
                 "final_scale": group["final_scale"].median(),
+                "evaluation": group["evaluation"].median(),
                 "inert_knobs": _always_inert(group["inert_knobs"]),
                 "seconds_per_step": group["seconds_per_step"].median(),
             }

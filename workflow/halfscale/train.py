@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfscale.faults import Ended as _Ended
+from halfscale.faults import check_loss, find_non_finite, workload_code
+from halfscale.imported import stop_if_edited
+from halfscale.machine import describe_machine, make_deterministic
 from halfscale.plan import LARGEST_FP16, ProbeSpec, RunSpec
 from halfscale.policies import FloorReached
 from halfscale.precision import Arithmetic, arithmetic
@@ -22,7 +24,7 @@ from halfscale.scaling import LossScaler
 from halfscale.workloads import Workload, build_workload
 
 
-class _Unscaled:
+class Unscaled:
     """The controls' scaler: nothing is scaled and every step is taken."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -41,14 +43,6 @@ class _Unscaled:
         return 1.0
 
 
-class _Ended(Exception):
-    """The training cannot go on: an outcome, not an error of halfscale."""
-
-    def __init__(self, outcome: Outcome, error: str) -> None:
-        super().__init__(error)
-        self.outcome = outcome
-
-
 def train(spec: RunSpec, folder: Path, progress: Callable[[str], None] = print) -> RunRecord:
     """Train one run and write its trace and record.
 
@@ -62,6 +56,7 @@ def train(spec: RunSpec, folder: Path, progress: Callable[[str], None] = print) 
 
     Raises:
         OSError: If the files cannot be written.
+        RuntimeError: If a user's own workload was edited after the run was planned.
     """
     trace: dict[str, list[Any]] = {name: [] for name in TRACE_SCHEMA.names}
 
@@ -69,32 +64,18 @@ def train(spec: RunSpec, folder: Path, progress: Callable[[str], None] = print) 
         for name, column in trace.items():
             column.append(row[name])
 
-    ended = run_training(spec, record, progress)
-    return write_run(
-        folder,
-        trace,
-        spec=spec,
-        outcome=ended.outcome,
-        error=ended.error,
-        final_scale=ended.final_scale,
-        environment=ended.environment,
-    )
+    result = run_training(spec, record, progress)
+    return write_run(folder, trace, spec=spec, **asdict(result))
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a training ended.
-
-    Attributes:
-        outcome: See `RunRecord`.
-        error: The error's text, or None.
-        final_scale: The scale after the last step; None where nothing was scaled.
-        environment: What computed it.
-    """
+class Result:
+    """How a training ended, in the words of `RunRecord`."""
 
     outcome: Outcome
     error: str | None
     final_scale: float | None
+    evaluation: float | None
     environment: dict[str, str | int]
 
 
@@ -106,7 +87,7 @@ def run_training(
     record: Callable[[Mapping[str, Any]], None],
     progress: Callable[[str], None],
     observe: Observe = lambda loss: nullcontext(),
-) -> Ended:
+) -> Result:
     """Train as the specification says; what the workload's own code raises is an outcome.
 
     Args:
@@ -115,50 +96,93 @@ def run_training(
             ``largest_gradient``, the largest magnitude of the unscaled parameter gradients.
         progress: Is given one line at about every tenth of the steps.
         observe: Given a loss, a context in which its backward pass is run.
+
+    Raises:
+        RuntimeError: If a user's own workload was edited after the run was planned.
     """
-    _make_deterministic(spec)
-    scaler = LossScaler(spec.policy.make()) if spec.policy else _Unscaled()
+    scaler = make_scaler(spec)
     outcome: Outcome
+    evaluation = None
     with arithmetic(spec.precision, spec.device) as used:
         try:
-            training = _build(spec, scaler, used, observe)
-            outcome, error = _run_steps(spec, training, record, progress), None
+            training = start_training(spec, scaler, used, observe)
+            outcome, error = _run_steps(training, record, progress), None
+            evaluation = evaluate_model(training)
         except _Ended as ended:
             outcome, error = ended.outcome, str(ended)
-    scale = scaler.get_scale() if spec.policy else None
-    return Ended(outcome, error, scale, _environment(spec, str(used)))
+    return Result(
+        outcome=outcome,
+        error=error,
+        final_scale=scaler.get_scale() if spec.policy else None,
+        evaluation=evaluation,
+        environment=describe_machine(spec, str(used)),
+    )
 
 
 @dataclass(frozen=True)
-class _Training:
-    """What a step needs; ``taken`` is a counter that the optimizer itself raises."""
+class Training:
+    """What a step needs.
 
+    Attributes:
+        spec: The run's specification.
+        workload: The workload, built.
+        scaler: What scales its loss.
+        arithmetic: How it computes.
+        taken: A counter that the optimizer itself raises.
+        observe: Given a loss, a context for its backward pass.
+        batches: The micro-batches of the step.
+        usual: What the first batch held of NaN or Inf though its loss was finite.
+    """
+
+    spec: RunSpec | ProbeSpec
     workload: Workload
-    scaler: LossScaler | _Unscaled
+    scaler: LossScaler | Unscaled
     arithmetic: Arithmetic
     taken: list[int]
     observe: Observe
+    batches: list[Any] = field(default_factory=list)
+    usual: list[str | None] = field(default_factory=list)
 
 
-def _build(
-    spec: RunSpec | ProbeSpec, scaler: LossScaler | _Unscaled, used: Arithmetic, observe: Observe
-) -> _Training:
-    with _workload_code("building the workload"):
-        workload = build_workload(spec.workload, spec.seed, spec.device, dict(spec.parameters))
-        return _Training(workload, scaler, used, _count_taken_steps(workload.optimizer), observe)
+def make_scaler(spec: RunSpec | ProbeSpec) -> LossScaler | Unscaled:
+    """The scaler of a run, at its initial scale."""
+    return LossScaler(spec.policy.make()) if spec.policy else Unscaled()
+
+
+def start_training(
+    spec: RunSpec | ProbeSpec,
+    scaler: LossScaler | Unscaled,
+    used: Arithmetic,
+    observe: Observe = lambda loss: nullcontext(),
+) -> Training:
+    """Build the workload of a run; call it inside the run's arithmetic.
+
+    Raises:
+        Ended: If its own code cannot build it.
+        RuntimeError: If its own code was edited after the run was planned.
+    """
+    if spec.entry:
+        stop_if_edited(spec.entry, spec.source)
+    make_deterministic(spec)
+    with workload_code("building the workload", spec.entry):
+        workload = build_workload(
+            spec.workload, spec.seed, spec.device, dict(spec.parameters), spec.entry
+        )
+        taken = _count_taken_steps(workload.optimizer)
+    make_deterministic(spec)  # whatever the workload's own code has set
+    return Training(spec, workload, scaler, used, taken, observe)
 
 
 def _run_steps(
-    spec: RunSpec | ProbeSpec,
-    training: _Training,
+    training: Training,
     record: Callable[[Mapping[str, Any]], None],
     progress: Callable[[str], None],
 ) -> Outcome:
-    workload, scaler = training.workload, training.scaler
+    spec, workload, scaler = training.spec, training.workload, training.scaler
     applied: list[bool] = []
     every = max(1, spec.steps // 10)
     for step in range(spec.steps):
-        row = _train_step(training, step)
+        row = train_step(training, step)
         record(row)
         applied.append(row["applied"])
         if (step + 1) % every == 0 or step + 1 == spec.steps:
@@ -166,8 +190,7 @@ def _run_steps(
                 f"step {step + 1}/{spec.steps}  loss {row['loss']:.6g}  scale {row['scale']:g}"
                 f"  skipped {step + 1 - training.taken[0]}"
             )
-        if not math.isfinite(row["loss"]):
-            raise _Ended("diverged", f"the loss became {row['loss']} in step {step}")
+        stop_if_not_finite(training, step, row["loss"])
         try:
             scaler.update()
         except FloorReached as floor:
@@ -184,14 +207,19 @@ def _stuck_or_ok(applied: list[bool]) -> Outcome:
     return "stuck" if 2 * still_skipping >= len(applied) else "ok"
 
 
-def _train_step(training: _Training, step: int) -> dict[str, Any]:
-    """Everything of one step but the scaler's update; returns its row of the trace."""
+def train_step(training: Training, step: int) -> dict[str, Any]:
+    """Everything of one step but the scaler's update; returns its row of the trace.
+
+    Raises:
+        Ended: If the workload's own code raises, or gives what cannot be trained with.
+    """
     started = time.perf_counter()
     workload, scaler = training.workload, training.scaler
     scale, taken_before = scaler.get_scale(), training.taken[0]
-    with _workload_code(f"step {step}"):
+    with workload_code(f"step {step}", training.spec.entry):
         workload.optimizer.zero_grad(set_to_none=True)
-        losses = [_backward(training) for _ in range(workload.accumulate)]
+        training.batches.clear()
+        losses = [_backward(training, step) for _ in range(workload.accumulate)]
     gradients = _gradients(workload.model)
     scaler.unscale_(workload.optimizer)
     # One transfer from the device for all figures of the step.
@@ -202,7 +230,7 @@ def _train_step(training: _Training, step: int) -> dict[str, Any]:
             torch.stack(torch._foreach_norm(gradients, math.inf)).max(),
         ]
     ).tolist()
-    with _workload_code(f"the optimizer in step {step}"):
+    with workload_code(f"the optimizer in step {step}", training.spec.entry):
         if workload.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(workload.model.parameters(), workload.clip_norm)
         scaler.step(workload.optimizer)
@@ -214,7 +242,7 @@ def _train_step(training: _Training, step: int) -> dict[str, Any]:
         "loss": loss,
         "scale": scale,
         # With scaling a step is skipped exactly on an overflow; without, it is taken all the same.
-        "overflow": not math.isfinite(largest) if isinstance(scaler, _Unscaled) else not applied,
+        "overflow": not math.isfinite(largest) if isinstance(scaler, Unscaled) else not applied,
         "applied": applied,
         "grad_norm": grad_norm,
         "headroom": _headroom(largest * scale),
@@ -223,15 +251,72 @@ def _train_step(training: _Training, step: int) -> dict[str, Any]:
     }
 
 
-def _backward(training: _Training) -> torch.Tensor:
+def _backward(training: Training, step: int) -> torch.Tensor:
     """One micro-batch forward and backward; returns its share of the step's loss, fp32."""
     workload = training.workload
-    batch = next(workload.batches)
+    batch = _next_batch(training, step)
     with training.arithmetic.autocast():
-        loss = workload.loss(workload.model, batch) / workload.accumulate
+        loss = check_loss(workload.loss(workload.model, batch), step) / workload.accumulate
     with training.observe(loss):
         training.scaler.scale(loss).backward()
     return loss.detach().float().squeeze()
+
+
+def _next_batch(training: Training, step: int) -> Any:
+    try:
+        batch = next(training.workload.batches)
+    except StopIteration:
+        raise _Ended(
+            "failed",
+            f"batches ended after {step} of {training.spec.steps} steps; return a list or a "
+            "DataLoader, which can start again, or a generator that never ends (while True:)",
+        ) from None
+    training.batches.append(batch)
+    return batch
+
+
+def stop_if_not_finite(training: Training, step: int, loss: float) -> None:
+    """End the training if the loss of a step is not finite, and say if the data is the reason.
+
+    Raises:
+        Ended: As diverged, or as failed if the batch itself holds NaN or Inf.
+    """
+    if math.isfinite(loss):
+        if step == 0:
+            # A mask of -inf, say, is in every batch and harms no loss.
+            training.usual.append(find_non_finite(training.batches))
+        return
+    found = find_non_finite(training.batches)
+    if found and found not in training.usual:
+        raise _Ended("failed", f"the batch of step {step} holds {found}; clean the data")
+    raise _Ended("diverged", f"the loss became {loss} in step {step}")
+
+
+def evaluate_model(training: Training) -> float | None:
+    """What the workload's own ``evaluate`` says of the trained model; None if not finite.
+
+    Raises:
+        Ended: If it raises, or returns what is no number.
+    """
+    model, evaluate = training.workload.model, training.workload.evaluate
+    if evaluate is None:
+        return None
+    modes = [(module, module.training) for module in model.modules()]
+    with (
+        workload_code("evaluate", training.spec.entry),
+        torch.no_grad(),
+        training.arithmetic.autocast(),
+    ):
+        model.eval()
+        value = evaluate(model)
+    for module, mode in modes:
+        module.training = mode
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(value).__name__
+        raise _Ended("failed", f"evaluate returned a {kind}; return one number") from None
+    return number if math.isfinite(number) else None
 
 
 def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -262,42 +347,3 @@ def _count_taken_steps(optimizer: torch.optim.Optimizer) -> list[int]:
 
     optimizer.register_step_post_hook(raise_count)
     return count
-
-
-@contextmanager
-def _workload_code(doing: str) -> Iterator[None]:
-    """Turn what the workload's own code raises into an outcome."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise _Ended("out-of-memory", f"{doing}: {str(error) or 'out of memory'}") from error
-    except Exception as error:
-        outcome: Outcome = "failed"
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-            outcome = "out-of-memory"
-        raise _Ended(outcome, f"{doing}: {type(error).__name__}: {error}") from error
-
-
-def _make_deterministic(spec: RunSpec | ProbeSpec) -> None:
-    """Let nothing but the specification decide a number."""
-    # cuBLAS reads this once, when CUDA is initialised.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_num_threads(spec.threads)
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    # The fp32 control is to compute in fp32.
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def _environment(spec: RunSpec | ProbeSpec, used: str) -> dict[str, str | int]:
-    on_gpu = spec.device == "cuda"
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "arithmetic": used,
-        "threads": spec.threads,
-        "source": spec.source,
-    }

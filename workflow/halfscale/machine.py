@@ -1,0 +1,36 @@
+"""The machine a run computes on: what is set so that its numbers repeat, and what is recorded."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from halfscale.plan import JobSpec
+
+
+def make_deterministic(spec: JobSpec) -> None:
+    """Let nothing but the specification decide a number."""
+    # cuBLAS reads this once, when CUDA is initialised.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(spec.threads)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # The fp32 control is to compute in fp32.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def describe_machine(spec: JobSpec, used: str) -> dict[str, str | int]:
+    """What computes a run, for its record."""
+    on_gpu = spec.device == "cuda"
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "arithmetic": used,
+        "threads": spec.threads,
+        "source": spec.source,
+    }
