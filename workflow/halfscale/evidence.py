@@ -70,5 +70,5 @@ def add_shared_legend(figure: Figure, panels: dict[str, Axes]) -> None:
         if legend := axis.get_legend():
             legend.remove()
     figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False
+        list(handles.values()), list(handles), loc="outside lower center", ncols=3, frameon=False
     )

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from IPython.display import HTML
 
+from halfscale.magnitudes import TOLERABLE_LOSS
 from halfscale.probe_tables import (
     EXPONENT_COLUMNS,
     WINDOW_COLUMNS,
@@ -30,8 +31,8 @@ _CAPTIONS = {
     "ranking": "Steps to the target against the fp32 control. Filled: in the winning set; hollow: "
     "told apart from the best; star: recommended.",
     "window": "What a fixed scale would do: gradient elements that fp16 rounds to zero, and steps "
-    "that overflow. Shaded: no step overflows and none loses more than 1 % of its elements. Where "
-    "there is no such scale, or a narrow choice, the scale has to move.",
+    "that overflow. Shaded: no step overflows and none loses more than "
+    f"{TOLERABLE_LOSS:.0%} of its elements. Where there is no such scale, or a narrow choice, the scale has to move.",
     "exponents": "Gradients of half-precision tensors by magnitude, before scaling, over fp16's "
     "range; zeros are left out. A scale of 2^k moves them k to the right.",
     "loss": "Loss of every arm: median over seeds, band from the lowest to the highest seed.",

@@ -21,6 +21,9 @@ OVERFLOW = 65520.0
 VANISHING_EXPONENT = -25
 """Up to 2^-25 fp16 rounds to zero; its smallest number is 2^-24."""
 
+TOLERABLE_LOSS = 0.05
+"""The lost share up to which a scale counts as usable."""
+
 
 def lost_share(counts: ArrayLike, log2_scales: ArrayLike) -> NDArray[np.float64]:
     """The share of non-zero elements that fp16 rounds to zero at each scale.

@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 from halfscale.magnitudes import (
     BINS,
     LOWEST_EXPONENT,
+    TOLERABLE_LOSS,
     largest_safe_exponent,
     lost_share,
     smallest_useful_exponent,
 )
 from halfscale.plan import Plan
 from halfscale.records import read_probe
-
-TOLERABLE_LOSS = 0.01
-"""The lost share up to which a scale counts as usable."""
 
 TENSORS = ("activation", "weight")
 PARTS = {"start": "the first tenth of the steps", "end": "the last tenth", "all": "every step"}
