@@ -16,8 +16,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 import halfscale
-from halfscale.plots import Evidence, draw_all
-from halfscale.records import write_json, write_text
+from halfscale.plots import draw_all
+from halfscale.records import write_json
 from halfscale.report import execute_notebook, render_page
 from halfscale.sources import NOTEBOOK
 
@@ -25,11 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from unit.crafted import (
     HOSTILE,
     Made,
-    checks_table,
     make_contested,
     make_hopeless,
     make_tied,
-    sweep_table,
 )
 
 MAKERS: dict[str, Callable[[Path], Made]] = {
@@ -54,17 +52,9 @@ class Report:
 def build(folder: Path, made: Made) -> Report:
     """Write what the workflow's rules would have written, and the page from it."""
     results = made.results
-    tables = results / "tables"
-    write_text(tables / "runs.csv", made.runs.to_csv(index=False))
-    write_text(tables / "configurations.csv", made.configurations.to_csv(index=False))
-    write_text(tables / "orphans.json", json.dumps([f"runs/binary/{HOSTILE}/seed0"]))
-    verification = results / "verification"
-    write_text(verification / "checks.csv", checks_table().to_csv(index=False))
+    made.write_tables(results, [f"runs/binary/{HOSTILE}/seed0"])
     write_json(folder / "recommendation.json", made.recommendation)
-    evidence = Evidence(
-        made.runs, made.configurations, made.steps, sweep_table(), made.recommendation
-    )
-    draw_all(evidence, results / "plots")
+    draw_all(made.evidence(), results / "plots")
     parameters = {
         "results": str(results),
         "recommendation": str(folder / "recommendation.json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from halfscale.evidence import Evidence
 from halfscale.export import build_recommendation
-from halfscale.plan import Plan, PolicyChoice, RunSpec
+from halfscale.magnitudes import BINS, LOWEST_EXPONENT
+from halfscale.plan import Plan, PolicyChoice, ProbeSpec, RunSpec
 from halfscale.planner import build_plan
-from halfscale.records import TRACE_SCHEMA, Outcome, RunRecord, write_run
+from halfscale.probe_tables import collect_probes
+from halfscale.records import (
+    TRACE_SCHEMA,
+    Outcome,
+    ProbeRecord,
+    RunRecord,
+    write_probe,
+    write_run,
+    write_text,
+)
 from halfscale.tables import collect_runs, summarise
 from halfscale.verdict import Verdict, decide
 
@@ -114,10 +126,37 @@ def write_crafted(results: Path, spec: RunSpec, fate: Fate | None = None) -> Run
     )
 
 
+def write_crafted_probe(results: Path, spec: ProbeSpec, done: int | None = None) -> ProbeRecord:
+    """Write the two files of a probe: gradients of 2^-30 to 2^-3, every step like the other."""
+    weights, activations = np.zeros(BINS, int), np.zeros(BINS, int)
+    weights[-12 - LOWEST_EXPONENT : -2 - LOWEST_EXPONENT] = 8
+    activations[-30 - LOWEST_EXPONENT : -10 - LOWEST_EXPONENT] = 16
+    row = {
+        "largest": 2.0**-2 - 2.0**-10,
+        "largest_gradient": 2.0**-3,
+        "activation_counts": activations.tolist(),
+        "weight_counts": weights.tolist(),
+        "activation_zeros": 80,
+        "weight_zeros": 0,
+    }
+    steps = spec.steps if done is None else done
+    probe = {name: [value] * steps for name, value in row.items()}
+    return write_probe(
+        results / spec.folder,
+        {"step": list(range(steps)), "loss": [0.5] * steps, **probe},
+        spec=spec,
+        outcome="ok" if done is None else "failed",
+        error=None if done is None else "building the workload",
+        environment=ENVIRONMENT,
+    )
+
+
 def write_all(results: Path, plan: Plan, fates: Mapping[str, Fate] | None = None) -> None:
-    """Write every run of a plan, each arm by its fate."""
+    """Write every run of a plan, each arm by its fate, and every probe."""
     for spec in plan.runs():
         write_crafted(results, spec, (fates or {}).get(spec.arm))
+    for probe in plan.probes():
+        write_crafted_probe(results, probe)
 
 
 def runs_table(
@@ -181,8 +220,33 @@ class Made:
     runs: pd.DataFrame
     steps: pd.DataFrame
     configurations: pd.DataFrame
+    exponents: pd.DataFrame
+    windows: pd.DataFrame
     verdict: Verdict
     recommendation: dict[str, Any]
+
+    def evidence(self, **changed: Any) -> Evidence:
+        """What figures are drawn from, some of it changed."""
+        content = {
+            "runs": self.runs,
+            "configurations": self.configurations,
+            "steps": self.steps,
+            "sweep": sweep_table(),
+            "exponents": self.exponents,
+            "windows": self.windows,
+            "recommendation": self.recommendation,
+        }
+        return Evidence(**{**content, **changed})
+
+    def write_tables(self, results: Path, orphans: Sequence[str] = ()) -> None:
+        """Write the tables and the checks below a results folder, where the report finds them."""
+        folder = results / "tables"
+        for name in ("runs", "configurations", "exponents"):
+            write_text(folder / f"{name}.csv", getattr(self, name).to_csv(index=False))
+        self.windows.to_parquet(folder / "windows.parquet")
+        write_text(folder / "orphans.json", json.dumps(list(orphans)))
+        checks = checks_table().to_csv(index=False)
+        write_text(results / "verification" / "checks.csv", checks)
 
 
 def make(results: Path, plan: Plan, fates: Mapping[str, Fate] | None = None) -> Made:
@@ -191,7 +255,8 @@ def make(results: Path, plan: Plan, fates: Mapping[str, Fate] | None = None) -> 
     runs, steps = collect_runs(plan, results)
     verdict = decide(runs, plan.configurations)
     recommendation = build_recommendation(plan, runs, verdict)
-    return Made(plan, results, runs, steps, summarise(runs), verdict, recommendation)
+    tables = runs, steps, summarise(runs), *collect_probes(plan, results)
+    return Made(plan, results, *tables, verdict, recommendation)
 
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"

@@ -139,7 +139,8 @@ def test_tables_hold_what_was_measured(tables: tuple[Made, Path]) -> None:
     made, results = tables
     folder = results / "tables"
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("configurations.csv", "orphans.json", "plan.json", "runs.csv", "steps.parquet")
+        *("configurations.csv", "exponents.csv", "orphans.json", "plan.json", "runs.csv"),
+        *("steps.parquet", "windows.parquet"),
     ]
     pd.testing.assert_frame_equal(
         pd.read_csv(folder / "runs.csv")
@@ -149,6 +150,10 @@ def test_tables_hold_what_was_measured(tables: tuple[Made, Path]) -> None:
         check_dtype=False,
     )
     pd.testing.assert_frame_equal(pd.read_parquet(folder / "steps.parquet"), made.steps)
+    pd.testing.assert_frame_equal(
+        pd.read_csv(folder / "exponents.csv"), made.exponents, check_dtype=False
+    )
+    pd.testing.assert_frame_equal(pd.read_parquet(folder / "windows.parquet"), made.windows)
     assert json.loads((folder / "orphans.json").read_text()) == ["runs/binary/gone/seed0"]
     assert (folder / "plan.json").read_text().strip() == made.plan.canonical_json()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -22,7 +21,7 @@ from halfscale.verdict import RULE
 from .crafted import HOSTILE, Made, checks_table
 
 PIXEL = "<svg xmlns='http://www.w3.org/2000/svg' width='1' height='1'/>"
-FIGURES = ("ranking", "loss", "scale", "skipped", "sweep")
+FIGURES = ("ranking", "window", "loss", "scale", "skipped", "exponents", "sweep")
 
 
 class Reader(HTMLParser):
@@ -49,11 +48,7 @@ class Reader(HTMLParser):
 
 
 def page_of(made: Made, folder: Path, orphans: list[str] | None = None) -> Page:
-    tables = folder / "tables"
-    write_text(tables / "runs.csv", made.runs.to_csv(index=False))
-    write_text(tables / "configurations.csv", made.configurations.to_csv(index=False))
-    write_text(tables / "orphans.json", json.dumps(orphans or []))
-    write_text(folder / "verification" / "checks.csv", checks_table().to_csv(index=False))
+    made.write_tables(folder, orphans or [])
     for name in FIGURES:
         write_text(folder / "plots" / f"{name}.svg", PIXEL)
         write_text(folder / "plots" / f"{name}.txt", f"{name}: 12.5 'quoted' \"{HOSTILE}\"\n")
@@ -71,6 +66,7 @@ PIECES: dict[str, Callable[[Page], HTML]] = {
     "verdict_details": Page.verdict_details,
     "scores": Page.scores,
     "configuration_table": Page.configuration_table,
+    "window_table": Page.window_table,
     "failed_runs": Page.failed_runs,
     "verification": Page.verification,
     "appendix": Page.appendix,

@@ -296,4 +296,7 @@ def test_every_file_of_every_run_is_a_target() -> None:
     for run in plan.runs():
         assert f"results/{run.folder}/run.json" in targets
         assert f"results/{run.folder}/trace.parquet" in targets
+    for seed in (0, 1):
+        assert f"results/probes/binary/seed{seed}/probe.json" in targets
+        assert f"results/probes/binary/seed{seed}/probe.parquet" in targets
     assert "reports/summary.html" in targets

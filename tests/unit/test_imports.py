@@ -17,17 +17,17 @@ FAST = [
 TORCH_FREE = [
     *FAST,
     *("records", "style", "tables", "verdict", "plots", "export", "settings", "fragments"),
-    *("report", "simulate", "cli"),
+    *("report", "simulate", "probe_tables", "probe_plots", "evidence", "magnitudes", "cli"),
 ]
 GROUND = (
     *("config", "devices", "sources", "policies", "plan", "naming", "planner", "records"),
-    *("entry", "imported", "workload_plan", "guard"),
+    *("entry", "imported", "workload_plan", "guard", "magnitudes"),
 )
 PARTS = ("scaling", "precision", "workloads", "own")
-DOING = ("train", "verify", "faults", "machine", "tryout")
+DOING = ("train", "verify", "faults", "machine", "tryout", "probe")
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
-    "simulate",
+    *("simulate", "probe_tables", "probe_plots", "evidence"),
 )
 
 

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 from halfscale.plots import (
     FIGURES,
-    Evidence,
     draw_all,
     draw_loss,
     draw_ranking,
@@ -26,10 +25,6 @@ from halfscale.plots import (
 )
 
 from .crafted import Made, make, make_plan, sweep_table
-
-
-def evidence_of(made: Made) -> Evidence:
-    return Evidence(made.runs, made.configurations, made.steps, sweep_table(), made.recommendation)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +37,7 @@ def _close() -> Iterator[None]:
 def folder(contested: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All figures of the contested runs."""
     path = tmp_path_factory.mktemp("plots")
-    draw_all(evidence_of(contested), path)
+    draw_all(contested.evidence(), path)
     return path
 
 
@@ -74,7 +69,7 @@ def test_a_picture_is_whole_and_asks_nobody_for_anything(folder: Path, name: str
 def test_figures_drawn_twice_are_the_same_bytes(
     contested: Made, folder: Path, tmp_path: Path
 ) -> None:
-    draw_all(evidence_of(contested), tmp_path)
+    draw_all(contested.evidence(), tmp_path)
     for path in folder.iterdir():
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
 
@@ -149,7 +144,7 @@ def skipped_colours(figure: Figure) -> list[dict[str, str]]:
 
 
 def test_an_arm_has_one_colour_in_every_figure(contested: Made) -> None:
-    evidence = evidence_of(contested)
+    evidence = contested.evidence()
     expected = {name: style.colour for name, style in evidence.styles.items()}
     loss = legend_colours(draw_loss(evidence)[0])
     assert loss == expected
@@ -164,17 +159,15 @@ def test_an_arm_has_one_colour_in_every_figure(contested: Made) -> None:
 
 
 def test_a_colour_does_not_change_when_another_arm_has_no_steps(contested: Made) -> None:
-    evidence = evidence_of(contested)
+    evidence = contested.evidence()
     steps = evidence.steps
     without = steps[(steps["configuration"] != "broken") | (steps["workload"] != "binary")]
-    fewer = Evidence(
-        evidence.runs, evidence.configurations, without, evidence.sweep, evidence.recommendation
-    )
+    fewer = contested.evidence(steps=without)
     assert legend_colours(draw_scale(fewer)[0]) == legend_colours(draw_scale(evidence)[0])
 
 
 def test_the_recommended_one_is_starred_and_those_told_apart_are_hollow(contested: Made) -> None:
-    figure, _ = draw_ranking(evidence_of(contested))
+    figure, _ = draw_ranking(contested.evidence())
     (axis,) = figure.axes
     labels = [label.get_text() for label in axis.get_yticklabels()]
     starred = [label for label in labels if "★" in label]
@@ -189,18 +182,18 @@ def test_the_recommended_one_is_starred_and_those_told_apart_are_hollow(conteste
 
 
 def test_overflows_are_marked_where_they_happened(contested: Made) -> None:
-    figure, _ = draw_scale(evidence_of(contested))
+    figure, _ = draw_scale(contested.evidence())
     crosses = {
         line.get_color(): sorted(set(np.asarray(line.get_xdata()).tolist()))
         for line in figure.axes[0].lines
         if line.get_marker() == "x" and len(np.asarray(line.get_xdata()))
     }
-    styles = evidence_of(contested).styles
+    styles = contested.evidence().styles
     assert crosses == {styles["default"].colour: [3, 30], styles["slow"].colour: [0, 1, 2, 3, 50]}
 
 
 def test_a_tie_is_drawn_with_every_point_filled(tied: Made, tmp_path: Path) -> None:
-    figure, text = draw_ranking(evidence_of(tied))
+    figure, text = draw_ranking(tied.evidence())
     figure.savefig(tmp_path / "ranking.svg")
     assert "told apart" not in text
     faces = {line.get_markerfacecolor() for line in figure.axes[0].lines}
@@ -208,7 +201,7 @@ def test_a_tie_is_drawn_with_every_point_filled(tied: Made, tmp_path: Path) -> N
 
 
 def test_rejections_of_everything_are_drawn(hopeless: Made, tmp_path: Path) -> None:
-    draw_all(evidence_of(hopeless), tmp_path)
+    draw_all(hopeless.evidence(), tmp_path)
     assert "none" in alternative(tmp_path, "ranking")
     for name in FIGURES:
         assert not re.search(r"\bnan\b|\binf\b", alternative(tmp_path, name)), name
@@ -217,46 +210,39 @@ def test_rejections_of_everything_are_drawn(hopeless: Made, tmp_path: Path) -> N
 def test_runs_that_all_failed_before_their_first_step_are_drawn(
     contested: Made, tmp_path: Path
 ) -> None:
-    evidence = evidence_of(contested)
-    nothing = Evidence(
-        evidence.runs.assign(final_loss=np.nan, skipped_steps=0, outcome="failed"),
-        evidence.configurations.assign(final_loss=np.nan),
-        evidence.steps.iloc[:0],
-        evidence.sweep,
-        {**evidence.recommendation, "scores": {}, "winning_set": [], "recommended": None},
+    evidence = contested.evidence()
+    verdict = evidence.recommendation
+    nothing = contested.evidence(
+        runs=evidence.runs.assign(final_loss=np.nan, skipped_steps=0, outcome="failed"),
+        configurations=evidence.configurations.assign(final_loss=np.nan),
+        steps=evidence.steps.iloc[:0],
+        exponents=evidence.exponents.iloc[:0],
+        windows=evidence.windows.iloc[:0],
+        recommendation={**verdict, "scores": {}, "winning_set": [], "recommended": None},
     )
     for name, draw in FIGURES.items():
         draw(nothing)[0].savefig(tmp_path / f"{name}.svg")
 
 
 def test_losses_that_are_not_finite_are_drawn(contested: Made, tmp_path: Path) -> None:
-    evidence = evidence_of(contested)
+    evidence = contested.evidence()
     steps = evidence.steps.copy()
     steps.loc[steps["configuration"] == "slow", "loss"] = np.nan
     steps.loc[steps["step"] == 99, "loss"] = np.inf
-    diverged = Evidence(
-        evidence.runs, evidence.configurations, steps, evidence.sweep, evidence.recommendation
-    )
-    figure, _ = draw_loss(diverged)
+    figure, _ = draw_loss(contested.evidence(steps=steps))
     figure.savefig(tmp_path / "loss.svg")
 
 
 def test_one_workload_and_one_seed_are_drawn(tmp_path: Path) -> None:
     made = make(tmp_path, make_plan(seeds=[0]))
     for name, draw in FIGURES.items():
-        figure, text = draw(evidence_of(made))
+        figure, text = draw(made.evidence())
         figure.savefig(tmp_path / f"{name}.svg")
         assert "nan" not in text
 
 
 def test_a_sweep_read_back_from_the_disk_is_drawn(contested: Made, tmp_path: Path) -> None:
     sweep_table().to_csv(tmp_path / "sweep.csv", index=False)
-    evidence = evidence_of(contested)
-    again = Evidence(
-        evidence.runs,
-        evidence.configurations,
-        evidence.steps,
-        pd.read_csv(tmp_path / "sweep.csv"),
-        evidence.recommendation,
-    )
+    evidence = contested.evidence()
+    again = contested.evidence(sweep=pd.read_csv(tmp_path / "sweep.csv"))
     assert draw_sweep(again)[1] == draw_sweep(evidence)[1]

@@ -370,7 +370,8 @@ def test_orphans_are_listed(tmp_path: Path) -> None:
     assert "runs/binary/b/seed0" in orphans
     assert "runs/binary/a/seed0" in orphans
     assert "runs/binary/a/seed1" not in orphans
-    assert len(orphans) == 10 - 4
+    assert "probes/binary/seed0" in orphans
+    assert len(orphans) == 10 - 4 + 1
     assert find_orphans(plan, tmp_path / "nowhere") == []
 
 

@@ -32,7 +32,8 @@ _CAPTIONS = {
     "told apart from the best; star: recommended.",
     "window": "What a fixed scale would do: gradient elements that fp16 rounds to zero, and steps "
     "that overflow. Shaded: no step overflows and none loses more than "
-    f"{TOLERABLE_LOSS:.0%} of its elements. Where there is no such scale, or a narrow choice, the scale has to move.",
+    f"{TOLERABLE_LOSS:.0%} of its elements. Where there is no such scale, or a narrow choice, the "
+    "scale has to move.",
     "exponents": "Gradients of half-precision tensors by magnitude, before scaling, over fp16's "
     "range; zeros are left out. A scale of 2^k moves them k to the right.",
     "loss": "Loss of every arm: median over seeds, band from the lowest to the highest seed.",

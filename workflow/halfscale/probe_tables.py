@@ -95,10 +95,10 @@ def _by_exponent(workload: str, tables: list[pa.Table], steps: int) -> list[pd.D
             (filled,) = np.nonzero(counts)
             frame = pd.DataFrame(
                 {
-                    "exponent": [None, *(filled + LOWEST_EXPONENT)],
+                    "exponent": [np.nan, *(filled + LOWEST_EXPONENT)],
                     "elements": [zeros, *counts[filled]],
                 }
-            ).astype("Int64")
+            )
             frames.append(frame.assign(workload=workload, tensors=tensors, part=part))
     return frames
 
