@@ -46,7 +46,7 @@ def alternative(folder: Path, name: str) -> str:
 
 
 def test_every_figure_has_a_picture_and_a_text(folder: Path) -> None:
-    names = {"ranking", "loss", "scale", "skipped", "sweep"}
+    names = {"ranking", "window", "loss", "scale", "skipped", "exponents", "sweep"}
     assert set(FIGURES) == names
     expected = {f"{name}.{kind}" for name in names for kind in ("svg", "txt")}
     assert {path.name for path in folder.iterdir()} == expected

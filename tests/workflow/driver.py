@@ -36,7 +36,10 @@ ARMS = ("first", "second", "fp32", "bf16", "fp16-unscaled")
 READERS = frozenset({"tables", "verdict", "plots", "summary", "all"})
 TARGETS = ("reports/summary.html", "reports/recommendation.json")
 
-_TRAIN = re.compile(r"train workload=(\S+) configuration=(\S+) seed=(\d+)")
+PROBE = "probe"
+"""In `Planned.trains` the arm of a probe."""
+
+_TRAIN = re.compile(r"(?:train|probe) workload=(\S+)(?: configuration=(\S+))? seed=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -59,21 +62,21 @@ class Finished:
 
 @dataclass(frozen=True)
 class Planned:
-    """What Snakemake would do: the runs to train, and every rule that would run."""
+    """What Snakemake would do: the runs and probes to train, and every rule that would run."""
 
     trains: frozenset[str]
     rules: frozenset[str]
 
     @property
     def readers(self) -> frozenset[str]:
-        return self.rules - {"train"}
+        return self.rules - {"train", "probe"}
 
 
 NOTHING = Planned(frozenset(), frozenset())
 
 
 def trains(*arms: str, workload: str = "binary", seed: int = 0) -> frozenset[str]:
-    """The runs of the named arms, as `Planned.trains` has them."""
+    """The runs of the named arms, or a probe, as `Planned.trains` has them."""
     return frozenset(f"{workload}/{arm}/seed{seed}" for arm in arms)
 
 
@@ -175,7 +178,7 @@ def clean_environment() -> dict[str, str]:
 
 def read_plan(text: str) -> Planned:
     """Read a dry run: every job announces its rule, or its run for a training."""
-    runs = frozenset(f"{w}/{arm}/seed{seed}" for w, arm, seed in _TRAIN.findall(text))
+    runs = frozenset(f"{w}/{arm or PROBE}/seed{seed}" for w, arm, seed in _TRAIN.findall(text))
     table = re.search(r"^job +count\n[- ]+\n((?:\S+ +\d+\n)+)", text, re.MULTILINE)
     if table is None:
         assert "Nothing to be done" in text, text
@@ -183,7 +186,7 @@ def read_plan(text: str) -> Planned:
         return NOTHING
     counts = {name: int(count) for name, count in re.findall(r"(\S+) +(\d+)\n", table[1])}
     counts.pop("total")
-    assert counts.get("train", 0) == len(runs), text
+    assert counts.get("train", 0) + counts.get("probe", 0) == len(runs), text
     return Planned(runs, frozenset(counts))
 
 

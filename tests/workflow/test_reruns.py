@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .driver import ARMS, NOTHING, READERS, Bench, Planned, mend_command, trains
+from .driver import ARMS, NOTHING, PROBE, READERS, Bench, Planned, mend_command, trains
 
 FIRST = "first: {init_scale: 65536, growth_factor: 2, backoff_factor: 0.5, growth_interval: 3}"
 SECOND = "second: {init_scale: 256, growth_factor: 2, backoff_factor: 0.25, growth_interval: 1}"
@@ -149,17 +149,18 @@ def test_a_new_configuration_runs_alone(bench: Bench) -> None:
 
 def test_a_new_seed_runs_alone(bench: Bench) -> None:
     bench.edit("seeds: [0]", "seeds: [7, 0]")
-    assert bench.plan() == Planned(trains(*ARMS, seed=7), READERS | {"train"})
+    assert bench.plan() == Planned(trains(*ARMS, PROBE, seed=7), READERS | {"train", "probe"})
 
 
 def test_a_new_workload_runs_alone(bench: Bench) -> None:
     bench.edit("device:", "  digits: {steps: 5}\ndevice:")
-    assert bench.plan() == Planned(trains(*ARMS, workload="digits"), READERS | {"train"})
+    expected = trains(*ARMS, PROBE, workload="digits")
+    assert bench.plan() == Planned(expected, READERS | {"train", "probe"})
 
 
 def test_a_parameter_of_a_workload_reruns_all_its_runs(bench: Bench) -> None:
     bench.edit("steps: 5", "steps: 5, hidden: 32")
-    assert bench.plan() == Planned(trains(*ARMS), READERS | {"train"})
+    assert bench.plan() == Planned(trains(*ARMS, PROBE), READERS | {"train", "probe"})
 
 
 def test_a_removed_configuration_reruns_the_readers_and_is_listed_as_an_orphan(
@@ -179,16 +180,19 @@ def test_a_removed_configuration_reruns_the_readers_and_is_listed_as_an_orphan(
 @pytest.mark.parametrize(
     ("file", "runs", "rules"),
     [
-        ("scaling/manual.py", ARMS, {"verify", "train"} | READERS),
-        ("scaling/__init__.py", ARMS, {"verify", "train"} | READERS),
-        ("precision/choice.py", ARMS, {"verify", "train"} | READERS),
-        ("train.py", ARMS, {"train"} | READERS),
-        ("workloads/binary.py", ARMS, {"train"} | READERS),
+        ("scaling/manual.py", (*ARMS, PROBE), {"verify", "train", "probe"} | READERS),
+        ("scaling/__init__.py", (*ARMS, PROBE), {"verify", "train", "probe"} | READERS),
+        ("precision/choice.py", (*ARMS, PROBE), {"verify", "train", "probe"} | READERS),
+        ("train.py", (*ARMS, PROBE), {"train", "probe"} | READERS),
+        ("workloads/binary.py", (*ARMS, PROBE), {"train", "probe"} | READERS),
+        ("probe.py", (PROBE,), {"probe"} | READERS),
         ("workloads/digits.py", (), set()),
         ("verify.py", (), {"verify", "plots", "summary", "all"}),
         ("tables.py", (), READERS),
+        ("probe_tables.py", (), READERS),
         ("verdict.py", (), READERS),
         ("plots.py", (), {"plots", "summary", "all"}),
+        ("probe_plots.py", (), {"plots", "summary", "all"}),
         ("style.py", (), {"plots", "summary", "all"}),
         ("fragments.py", (), {"summary", "all"}),
         ("report.py", (), {"summary", "all"}),
@@ -221,6 +225,12 @@ def test_an_edited_workload_reruns_only_its_own_runs(bench: Bench) -> None:
 def test_a_deleted_run_file_reruns_that_run_and_the_readers(bench: Bench, file: str) -> None:
     (bench.run_folder("second") / file).unlink()
     assert bench.plan() == Planned(trains("second"), READERS | {"train"})
+
+
+@pytest.mark.parametrize("file", ["probe.json", "probe.parquet"])
+def test_a_deleted_probe_file_reruns_that_probe_and_the_readers(bench: Bench, file: str) -> None:
+    (bench.path / "results" / "probes" / "binary" / "seed0" / file).unlink()
+    assert bench.plan() == Planned(trains(PROBE), READERS | {"probe"})
 
 
 def test_a_deleted_table_or_figure_is_made_again(bench: Bench) -> None:

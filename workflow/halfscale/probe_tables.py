@@ -62,8 +62,8 @@ def collect_probes(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFram
             tables.append(table)
         exponents.extend(_by_exponent(workload, tables, plan.workloads[workload].steps))
     return (
-        pd.concat(exponents)[list(EXPONENT_COLUMNS)],
-        pd.concat(windows)[list(WINDOW_COLUMNS)],
+        pd.concat(exponents, ignore_index=True)[list(EXPONENT_COLUMNS)],
+        pd.concat(windows, ignore_index=True)[list(WINDOW_COLUMNS)],
     )
 
 

@@ -22,7 +22,7 @@ PROBING = (*TRAINING, "probe.py", "magnitudes.py")
 VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
 TABLES = ("tables.py", "probe_tables.py", "magnitudes.py", "records.py", "verdict.py")
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
-PLOTS = ("plots.py", "probe_plots.py", "style.py", "magnitudes.py")
+PLOTS = ("plots.py", "probe_plots.py", "evidence.py", "style.py", "magnitudes.py")
 REPORT = ("report.py", "fragments.py")
 
 
