@@ -14,14 +14,14 @@ FAST = ["config", "devices", "sources", "plan", "naming", "planner", "guard", "p
 TORCH_FREE = [
     *FAST,
     *("records", "style", "tables", "verdict", "plots", "export", "settings", "fragments"),
-    *("report", "simulate", "cli"),
+    *("report", "simulate", "replay", "cli"),
 ]
 GROUND = (
     *("config", "devices", "sources", "policies", "plan", "naming", "planner", "records"),
     "guard",
 )
 PARTS = ("scaling", "precision", "workloads")
-DOING = ("train", "verify")
+DOING = ("train", "verify", "replay")
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
     "simulate",
