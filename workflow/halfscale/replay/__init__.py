@@ -6,16 +6,25 @@ second. The prediction takes the gradients to be those of the probe, which skips
 here imports torch.
 """
 
+from halfscale.replay.choosing import OBJECTIVE, Proposal, cost, propose, rank
 from halfscale.replay.engine import Replay, Traces, replay, replay_traces
+from halfscale.replay.grid import DEFAULT_RANGES, grid
 from halfscale.replay.probe import BINS, FIRST_EXPONENT, Probe, overflows
 
 __all__ = [
     "BINS",
+    "DEFAULT_RANGES",
     "FIRST_EXPONENT",
+    "OBJECTIVE",
     "Probe",
+    "Proposal",
     "Replay",
     "Traces",
+    "cost",
+    "grid",
     "overflows",
+    "propose",
+    "rank",
     "replay",
     "replay_traces",
 ]
