@@ -17,14 +17,15 @@ FAST = [
 TORCH_FREE = [
     *FAST,
     *("records", "style", "tables", "verdict", "plots", "export", "settings", "fragments"),
-    *("report", "simulate", "probe_tables", "probe_plots", "evidence", "magnitudes", "cli"),
+    *("report", "simulate", "probe_tables", "probe_plots", "evidence", "magnitudes", "replay"),
+    "cli",
 ]
 GROUND = (
     *("config", "devices", "sources", "policies", "plan", "naming", "planner", "records"),
     *("entry", "imported", "workload_plan", "guard", "magnitudes"),
 )
 PARTS = ("scaling", "precision", "workloads", "own")
-DOING = ("train", "verify", "faults", "machine", "tryout", "probe")
+DOING = ("train", "verify", "faults", "machine", "tryout", "probe", "replay")
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
     *("simulate", "probe_tables", "probe_plots", "evidence"),

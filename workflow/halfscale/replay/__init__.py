@@ -1,0 +1,30 @@
+"""What any scaler configuration would have done, from one recorded run that never overflows.
+
+Whether a step overflows depends on the scale and on that step's largest gradient. A probe records
+the latter once; every configuration is then replayed over it in arithmetic alone, thousands in a
+second. The prediction takes the gradients to be those of the probe, which skips no step; nothing
+here imports torch.
+"""
+
+from halfscale.replay.choosing import OBJECTIVE, Proposal, cost, propose, rank
+from halfscale.replay.engine import Replay, Traces, replay, replay_traces
+from halfscale.replay.grid import DEFAULT_RANGES, grid
+from halfscale.replay.probe import BINS, FIRST_EXPONENT, Probe, overflows
+
+__all__ = [
+    "BINS",
+    "DEFAULT_RANGES",
+    "FIRST_EXPONENT",
+    "OBJECTIVE",
+    "Probe",
+    "Proposal",
+    "Replay",
+    "Traces",
+    "cost",
+    "grid",
+    "overflows",
+    "propose",
+    "rank",
+    "replay",
+    "replay_traces",
+]
