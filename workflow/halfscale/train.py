@@ -6,19 +6,19 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from halfscale.plan import LARGEST_FP16, RunSpec
 from halfscale.policies import FloorReached
 from halfscale.precision import Arithmetic, arithmetic
 from halfscale.records import TRACE_SCHEMA, Outcome, RunRecord, write_run
-from halfscale.scaling import LossScaler
+from halfscale.scaling import LossScaler, figures
 from halfscale.workloads import Workload, build_workload
 
 Trace = dict[str, list[Any]]
@@ -93,6 +93,17 @@ class _Training:
     scaler: LossScaler | _Unscaled
     arithmetic: Arithmetic
     taken: list[int]
+    parameters: list[torch.Tensor]  # of the model, without those that have no element
+
+    @classmethod
+    def of(
+        cls, workload: Workload, scaler: LossScaler | _Unscaled, arithmetic: Arithmetic
+    ) -> _Training:
+        taken = _count_taken_steps(workload.optimizer)
+        filled: list[torch.Tensor] = [
+            p for p in workload.model.parameters() if is_lazy(p) or p.numel()
+        ]
+        return cls(workload, scaler, arithmetic, taken, filled)
 
 
 def _run_steps(
@@ -104,7 +115,9 @@ def _run_steps(
 ) -> Outcome:
     with _workload_code("building the workload"):
         workload = build_workload(spec.workload, spec.seed, spec.device, dict(spec.parameters))
-        training = _Training(workload, scaler, used, _count_taken_steps(workload.optimizer))
+        training = _Training.of(workload, scaler, used)
+        # Such as the -Inf of a mask.
+        from_the_start = set(_not_finite(workload.model))
     every = max(1, spec.steps // 10)
     for step in range(spec.steps):
         row = _train_step(training, step)
@@ -121,10 +134,24 @@ def _run_steps(
             scaler.update()
         except FloorReached as floor:
             raise _Ended("stuck", f"step {step}: {floor}") from floor
-    largest = torch.stack(torch._foreach_norm(list(workload.model.parameters()), math.inf))
-    if not bool(torch.isfinite(largest).all()):
-        raise _Ended("diverged", "a parameter is not finite after the last step")
+    for name in _not_finite(workload.model):
+        if name not in from_the_start:
+            cause = ": an overflow in forward poisons it" if name.startswith("the buffer") else ""
+            raise _Ended("diverged", f"{name} is not finite after the last step{cause}")
     return _stuck_or_ok(trace["applied"])
+
+
+def _not_finite(model: torch.nn.Module) -> list[str]:
+    """Which parameters and buffers hold an Inf or NaN; waits for the device once."""
+    kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    flags = {
+        f"the {kind} {name}": tensor.detach().isfinite().all()
+        for kind, named in kinds.items()
+        for name, tensor in named
+        if not is_lazy(tensor) and tensor.layout is torch.strided
+    }
+    finite = torch.stack(list(flags.values())).tolist() if flags else []
+    return [name for name, good in zip(flags, finite, strict=True) if not good]
 
 
 def _stuck_or_ok(applied: list[bool]) -> Outcome:
@@ -141,29 +168,26 @@ def _train_step(training: _Training, step: int) -> dict[str, Any]:
     with _workload_code(f"step {step}"):
         workload.optimizer.zero_grad(set_to_none=True)
         losses = [_backward(training) for _ in range(workload.accumulate)]
-    gradients = _gradients(workload.model)
+    gradients = _gradients(training)
     scaler.unscale_(workload.optimizer)
-    # One transfer from the device for all figures of the step.
-    loss, grad_norm, largest = torch.stack(
-        [
-            torch.stack(losses).sum(),
-            torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))),
-            torch.stack(torch._foreach_norm(gradients, math.inf)).max(),
-        ]
-    ).tolist()
-    with _workload_code(f"the optimizer in step {step}"):
-        if workload.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(workload.model.parameters(), workload.clip_norm)
-        scaler.step(workload.optimizer)
-        applied = training.taken[0] > taken_before
-        if applied and workload.scheduler is not None:
-            workload.scheduler.step()
+    loss, grad_norm, largest = figures(losses, gradients)
+    # A loss of NaN may have finite gradients; the run ends with the parameters that gave it.
+    stepped = math.isfinite(loss)
+    if stepped:
+        with _workload_code(f"the optimizer in step {step}"):
+            if workload.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(training.parameters, workload.clip_norm)
+            scaler.step(workload.optimizer)
+            if training.taken[0] > taken_before and workload.scheduler is not None:
+                workload.scheduler.step()
+    applied = training.taken[0] > taken_before
+    asked = stepped and isinstance(scaler, LossScaler)
     return {
         "step": step,
         "loss": loss,
         "scale": scale,
-        # With scaling a step is skipped exactly on an overflow; without, it is taken all the same.
-        "overflow": not math.isfinite(largest) if isinstance(scaler, _Unscaled) else not applied,
+        # A scaler that is asked skips a step exactly on an overflow.
+        "overflow": not applied if asked else not math.isfinite(largest),
         "applied": applied,
         "grad_norm": grad_norm,
         "headroom": _headroom(largest * scale),
@@ -176,20 +200,27 @@ def _backward(training: _Training) -> torch.Tensor:
     workload = training.workload
     batch = next(workload.batches)
     with training.arithmetic.autocast():
-        loss = workload.loss(workload.model, batch) / workload.accumulate
+        loss = workload.loss(workload.model, batch)
+        if workload.accumulate > 1:
+            loss = loss / workload.accumulate
     training.scaler.scale(loss).backward()
-    return loss.detach().float().squeeze()
+    loss = loss.detach().float()
+    return loss.squeeze() if loss.ndim else loss
 
 
-def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+def _gradients(training: _Training) -> list[torch.Tensor]:
     """The gradients of the model, if they are such that they can be unscaled and measured."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [gradient for p in training.parameters if (gradient := p.grad) is not None]
     if not gradients:
         raise _Ended("failed", "no parameter of the model received a gradient")
-    if any(gradient.is_sparse for gradient in gradients):
-        raise _Ended("failed", "a gradient is sparse; build the embedding with sparse=False")
-    if any(gradient.dtype in (torch.float16, torch.bfloat16) for gradient in gradients):
-        raise _Ended("failed", "a parameter is in half precision; keep the parameters in float32")
+    for gradient in gradients:
+        if gradient.dtype not in (torch.float32, torch.float64):
+            error = f"a parameter is in {gradient.dtype}; keep the parameters in float32"
+            raise _Ended("failed", error)
+    clipped = training.workload.clip_norm is not None
+    if clipped and any(gradient.is_sparse for gradient in gradients):
+        error = "PyTorch cannot clip a sparse gradient; leave out clip_norm or use sparse=False"
+        raise _Ended("failed", error)
     return gradients
 
 
@@ -211,18 +242,27 @@ def _count_taken_steps(optimizer: torch.optim.Optimizer) -> list[int]:
     return count
 
 
-@contextmanager
-def _workload_code(doing: str) -> Iterator[None]:
-    """Turn what the workload's own code raises into an outcome."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise _Ended("out-of-memory", f"{doing}: {str(error) or 'out of memory'}") from error
-    except Exception as error:
-        outcome: Outcome = "failed"
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-            outcome = "out-of-memory"
-        raise _Ended(outcome, f"{doing}: {type(error).__name__}: {error}") from error
+class _workload_code:
+    """A context that turns what the workload's own code raises into an outcome.
+
+    A class, since entering and leaving a generator would cost a small step 1 % of its time.
+    """
+
+    def __init__(self, doing: str) -> None:
+        self.doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            text = str(error) or "out of memory"
+            raise _Ended("out-of-memory", f"{self.doing}: {text}") from error
+        if isinstance(error, Exception):
+            outcome: Outcome = "failed"
+            if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+                outcome = "out-of-memory"
+            raise _Ended(outcome, f"{self.doing}: {type(error).__name__}: {error}") from error
 
 
 def _make_deterministic(spec: RunSpec) -> None:
