@@ -1,11 +1,15 @@
-"""The benchmarks that make run files of their own stay in step with the package."""
+"""The benchmarks that use more of the package than a user does stay in step with it."""
 
 from __future__ import annotations
 
 import runpy
 from pathlib import Path
 
-from halfscale.records import read_run
+import pytest
+import torch
+
+from halfscale.precision import arithmetic
+from halfscale.records import TRACE_SCHEMA, read_run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -16,3 +20,19 @@ def test_synthetic_runs_are_runs_that_the_readers_accept(tmp_path: Path) -> None
     assert pipeline["write_synthetic"](plan, tmp_path) == len(list(plan.runs())) == 16
     for spec in plan.runs():
         read_run(tmp_path, spec)
+
+
+@pytest.mark.parametrize("name", ["MLP 16-64-2 (binary)", "transformer (text)"])
+def test_the_recording_step_and_the_plain_one_train_alike(name: str) -> None:
+    telemetry = runpy.run_path(str(BENCHMARKS / "telemetry.py"))
+    build, _ = telemetry["MODELS"][name]
+    weights = {}
+    for arm, make in telemetry["ARMS"].items():
+        workload = build()
+        with arithmetic("fp16", "cpu", native=False) as used:
+            step = make(workload, used)
+            results = [step() for _ in range(3)]
+        weights[arm] = torch.cat([p.detach().flatten() for p in workload.model.parameters()])
+    assert torch.equal(weights["plain"], weights["recording"])
+    assert set(results[-1]) == set(TRACE_SCHEMA.names)
+    assert results[-1]["applied"]
