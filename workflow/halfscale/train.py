@@ -22,6 +22,7 @@ from halfscale.scaling import LossScaler, figures
 from halfscale.workloads import Workload, build_workload
 
 Trace = dict[str, list[Any]]
+FULL_PRECISION = (torch.float32, torch.float64)
 
 
 class _Unscaled:
@@ -214,7 +215,7 @@ def _gradients(training: _Training) -> list[torch.Tensor]:
     if not gradients:
         raise _Ended("failed", "no parameter of the model received a gradient")
     for gradient in gradients:
-        if gradient.dtype not in (torch.float32, torch.float64):
+        if gradient.dtype not in FULL_PRECISION:
             error = f"a parameter is in {gradient.dtype}; keep the parameters in float32"
             raise _Ended("failed", error)
     clipped = training.workload.clip_norm is not None
