@@ -1,4 +1,4 @@
-"""The benchmarks that make data of their own stay in step with the package."""
+"""The benchmarks that use more of the package than a user does stay in step with it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
-from halfscale.records import read_run
+from halfscale.precision import arithmetic
+from halfscale.records import TRACE_SCHEMA, read_run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -27,3 +29,19 @@ def test_the_replay_benchmark_times_both_ways(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "450 torch configurations x 30 steps x 2 seeds" in printed
     assert "times faster" in printed
+
+
+@pytest.mark.parametrize("name", ["MLP 16-64-2 (binary)", "transformer (text)"])
+def test_the_recording_step_and_the_plain_one_train_alike(name: str) -> None:
+    telemetry = runpy.run_path(str(BENCHMARKS / "telemetry.py"))
+    build, _ = telemetry["MODELS"][name]
+    weights = {}
+    for arm, make in telemetry["ARMS"].items():
+        workload = build()
+        with arithmetic("fp16", "cpu", native=False) as used:
+            step = make(workload, used)
+            results = [step() for _ in range(3)]
+        weights[arm] = torch.cat([p.detach().flatten() for p in workload.model.parameters()])
+    assert torch.equal(weights["plain"], weights["recording"])
+    assert set(results[-1]) == {*TRACE_SCHEMA.names, "largest_gradient"}
+    assert results[-1]["applied"]

@@ -278,6 +278,7 @@ def linear(
     skips_equal_to_torch(build, settings, steps=8, **how)
 
 
+@pytest.mark.filterwarnings("ignore:bfloat16 has the range")
 @each_setting
 def test_equals_torch_with_parameters_of_several_types(settings: dict[str, Any]) -> None:
     linear(settings, [torch.float32, torch.bfloat16, torch.float64, torch.float32], bursts=(2, 5))

@@ -316,9 +316,8 @@ UNUSABLE = {
     "a loss per sample": workload(loss=lambda m, b: m(b).float()),
     "batches that end": workload(batches=lambda: iter([torch.ones(4, 3)] * 3)),
     "parameters in fp16": workload(model=lambda: linear().half()),
-    "sparse gradients": workload(
-        model=lambda: nn.Embedding(4, 2, sparse=True),
-        loss=lambda m, b: m(torch.tensor([1, 1])).pow(2).mean(),
+    "complex parameters": workload(
+        model=lambda: linear().to(torch.complex64), loss=lambda m, b: m(b + 0j).abs().mean()
     ),
     "no workload": lambda *_: None,
 }
@@ -339,6 +338,10 @@ USABLE = {
     "a loss of one element": workload(loss=lambda m, b: mean_square(m, b).reshape(1)),
     "double precision": workload(
         model=lambda: linear().double(), loss=lambda m, b: m(b.double()).float().pow(2).mean()
+    ),
+    "sparse gradients": workload(
+        model=lambda: nn.Embedding(4, 2, sparse=True),
+        loss=lambda m, b: m(torch.tensor([1, 1])).pow(2).mean(),
     ),
     "parameters the optimizer leaves out": workload(
         optimizer=lambda m: torch.optim.SGD([m.weight], lr=0.1)  # type: ignore[list-item]

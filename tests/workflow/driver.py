@@ -252,7 +252,7 @@ def slow_training(folder: Path, seconds: float) -> dict[str, str]:
         "import sys, time\n\n"
         "quick = time.perf_counter\n\n"
         "def slow():\n"
-        "    if sys._getframe(1).f_globals.get('__name__') == 'halfscale.train':\n"
+        "    if sys._getframe(1).f_globals.get('__name__') == 'halfscale.steps':\n"
         f"        time.sleep({seconds})\n"
         "    return quick()\n\n"
         "if 'train' in sys.orig_argv:\n"

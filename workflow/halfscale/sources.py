@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent
 NOTEBOOK = PACKAGE.parent / "notebooks" / "summary.ipynb"
 
 TRAINING = (
-    *("train.py", "faults.py", "machine.py", "own.py", "workloads/__init__.py"),
+    *("train.py", "steps.py", "faults.py", "machine.py", "own.py", "workloads/__init__.py"),
     *("precision/*.py", "scaling/*.py", "policies/*.py"),
 )
 PROBING = (*TRAINING, "probe.py", "magnitudes.py")

@@ -64,7 +64,7 @@ CONFIGURATION_COLUMNS = {
     "policy": "the rule that moves its scale; empty for controls",
     "runs": "number of seeds",
     "ok": "runs that ended ok",
-    "diverged": "runs whose loss or parameters became non-finite",
+    "diverged": "runs whose loss, parameters or buffers became non-finite",
     "stuck": "runs that never left overflow",
     "stalled": "runs whose loss did not move though steps were taken",
     "out-of-memory": "runs that ran out of memory",

@@ -18,14 +18,8 @@ from halfscale.naming import suggest_name
 from halfscale.plan import RunSpec
 from halfscale.planner import build_plan
 from halfscale.precision import arithmetic
-from halfscale.train import (
-    Training,
-    evaluate_model,
-    make_scaler,
-    start_training,
-    stop_if_not_finite,
-    train_step,
-)
+from halfscale.steps import Training, stop_if_not_finite, train_step
+from halfscale.train import evaluate_model, make_scaler, start_training
 from halfscale.workload_plan import workload_names
 from halfscale.workloads import Workload
 

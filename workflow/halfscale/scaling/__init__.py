@@ -1,6 +1,7 @@
 """Loss scaling: the hand-written scaler, and the one that drives any policy."""
 
+from halfscale.scaling.gradients import figures
 from halfscale.scaling.manual import ManualGradScaler
 from halfscale.scaling.scaler import LossScaler
 
-__all__ = ["LossScaler", "ManualGradScaler"]
+__all__ = ["LossScaler", "ManualGradScaler", "figures"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from halfscale.policies import Policy
 from halfscale.policies.fp32 import to_fp32
+from halfscale.scaling.gradients import gradients_by_kind, largest_magnitude
 
 
 @dataclass(slots=True)
@@ -50,6 +52,11 @@ class LossScaler:
     after ``unscale_``, for all optimizers unscaled by then. With several, unscale all before the
     first step: one that ``step`` has to unscale costs a synchronisation of its own.
 
+    A skipped step leaves alone what the optimizer writes, not what forward wrote: the running
+    statistics of batch normalisation have moved on, as under torch's scaler. If the first step
+    shows bfloat16, in a loss, a gradient or the autocast around ``scale``, a warning says that it
+    needs no scaling.
+
     Source: Micikevicius et al., "Mixed Precision Training" (2018); arithmetic and interface are
     torch's, the retry is fairseq's. Written for CPU and CUDA; the latter is untested.
 
@@ -75,6 +82,7 @@ class LossScaler:
         self.process_group = process_group
         self.max_retries = max_retries
         self._retries = 0
+        self._looks_for_bfloat16 = True  # in the first step only
         self._factors: dict[torch.device, tuple[Tensor, Tensor]] = {}  # S and 1/S
         # By the optimizer's id: since the last update, and who skipped in the step it ended.
         self._checks: dict[int, _Check] = {}
@@ -94,6 +102,8 @@ class LossScaler:
             TypeError: If there is anything else in it.
         """
         if isinstance(loss, Tensor):
+            if self._looks_for_bfloat16 and _in_bfloat16(loss):
+                self._warn_of_bfloat16(stacklevel=3)
             return loss * self._factors_on(loss.device)[0]
         if isinstance(loss, str) or not isinstance(loss, Iterable):
             raise TypeError(f"scale() takes a tensor or an iterable of tensors, got {loss!r}")
@@ -160,6 +170,7 @@ class LossScaler:
         if not self._checks:
             raise RuntimeError("there is no step to end: call step(optimizer) before update()")
         self._read_figures()
+        self._looks_for_bfloat16 = False
         self._ended = self._skips()
         checks, self._checks = list(self._checks.values()), {}
         retries, self._retries, before = self._retries, 0, self.policy.scale
@@ -222,14 +233,17 @@ class LossScaler:
         if not self._factors:
             raise RuntimeError("no loss was scaled yet: call scale(loss).backward() first")
         flags: dict[torch.device, Tensor] = {}
-        for (device, _), gradients in _gradients(optimizer, allow_fp16=in_kernel).items():
+        for (device, dtype), gradients in gradients_by_kind(optimizer, in_kernel).items():
+            if self._looks_for_bfloat16 and dtype is torch.bfloat16:
+                self._warn_of_bfloat16(stacklevel=5)
             if (flag := flags.get(device)) is None:
                 flag = flags[device] = torch.zeros(1, dtype=torch.float32, device=device)
             inverse = torch.ones_like(flag) if in_kernel else self._factors_on(device)[1]
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inverse)
         figures = list(flags.values())
         if self.policy.uses_largest_gradient:
-            figures = [_magnitude(alike) for alike in _gradients(optimizer, summed=True).values()]
+            kinds = gradients_by_kind(optimizer, summed=True).values()
+            figures = [largest_magnitude(gradients) for gradients in kinds]
         highest = figures[0] if len(figures) == 1 else _gather(figures).amax(0, keepdim=True)
         return self._checks.setdefault(id(optimizer), _Check(highest, in_kernel))
 
@@ -248,6 +262,11 @@ class LossScaler:
         # Magnitudes are wanted unscaled, and before the step.
         fused = optimizer.defaults.get("fused") and hasattr(optimizer, "_step_supports_amp_scaling")
         return bool(fused) and not self.policy.uses_largest_gradient
+
+    def _warn_of_bfloat16(self, stacklevel: int) -> None:
+        self._looks_for_bfloat16 = False
+        text = "bfloat16 has the range of float32 and needs no loss scaling; leave the scaler out"
+        warnings.warn(text, stacklevel=stacklevel)
 
     def _skips(self) -> dict[int, bool]:
         now = {key: c.skipped for key, c in self._checks.items() if c.skipped is not None}
@@ -268,32 +287,13 @@ class LossScaler:
             self._factors[device][1].fill_(to_fp32(1.0 / scale) if scale else math.inf)
 
 
-def _gradients(
-    optimizer: Optimizer, *, allow_fp16: bool = False, summed: bool = False
-) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """The gradients by device and dtype; of a sparse one its values, duplicates summed or not."""
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (gradient := parameter.grad) is None:
-                continue
-            if gradient.is_sparse:
-                gradient = gradient.coalesce().values() if summed else gradient._values()
-            found.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    if not found:
-        raise RuntimeError("no parameter of the optimizer has a gradient: call backward() first")
-    if not allow_fp16 and any(dtype == torch.float16 for _, dtype in found):
-        raise ValueError("a gradient is in fp16; keep the parameters in fp32 and use autocast")
-    return found
-
-
-def _magnitude(tensors: list[Tensor]) -> Tensor:
-    """The largest magnitude in tensors of one device and dtype, fp32; infinite unless finite."""
-    # The infinity norm of an empty tensor is an error.
-    filled = [tensors[0].new_zeros(1), *(tensor for tensor in tensors if tensor.numel())]
-    largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax(0, keepdim=True).float()
-    return largest.nan_to_num(nan=math.inf, posinf=math.inf)
-
-
 def _gather(figures: list[Tensor]) -> Tensor:
     return torch.cat([figure.to(figures[0].device, non_blocking=True) for figure in figures])
+
+
+def _in_bfloat16(loss: Tensor) -> bool:
+    """Whether the loss is in bfloat16, or what is computed here and now."""
+    if loss.dtype is torch.bfloat16:
+        return True
+    kind = loss.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
