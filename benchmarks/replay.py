@@ -22,15 +22,16 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
+from halfscale.magnitudes import BINS, LOWEST_EXPONENT  # noqa: E402
 from halfscale.plan import PolicyChoice  # noqa: E402
-from halfscale.replay import BINS, FIRST_EXPONENT, Probe, grid, replay, replay_traces  # noqa: E402
+from halfscale.replay import Probe, grid, replay, replay_traces  # noqa: E402
 
 
 def synthetic_probe(steps: int, seed: int) -> Probe:
     """A run whose gradients wander: a normal histogram of exponents, 12 bits below the largest."""
     random = np.random.default_rng(seed)
     exponent = np.cumsum(random.normal(0, 0.4, steps)) % 12 - 6
-    exponents = np.arange(FIRST_EXPONENT, FIRST_EXPONENT + BINS)
+    exponents = np.arange(LOWEST_EXPONENT, LOWEST_EXPONENT + BINS)
     centre = exponent[:, None] - 12
     counts = np.rint(1e6 * np.exp(-((exponents - centre) ** 2) / 40))
     counts[exponents > exponent[:, None]] = 0

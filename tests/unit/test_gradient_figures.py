@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from halfscale.scaling import figures
-from halfscale.scaling.gradients import largest_magnitude
+from halfscale.scaling.gradients import figures, largest_magnitude
 
 SHAPES = [(7, 5), (1,), (), (300, 41), (16, 3, 3, 3)]
 

@@ -31,10 +31,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfscale.planner import workload_names
 from halfscale.policies import make_policy
 from halfscale.precision import arithmetic
 from halfscale.scaling import LossScaler
+from halfscale.workload_plan import workload_names
 from halfscale.workloads import Workload, build_workload
 
 UNIT = 2.0**-11

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfscale.magnitudes import BINS, LOWEST_EXPONENT
 from halfscale.plan import PolicyChoice
 from halfscale.policies import POLICIES, FloorReached, make_policy
-from halfscale.replay import BINS, FIRST_EXPONENT, Probe, grid, overflows, replay, replay_traces
+from halfscale.replay import Probe, grid, overflows, replay, replay_traces
 from halfscale.replay.rules import make_lanes
 
 from .test_policies import settings_of
@@ -59,7 +60,7 @@ def probes(draw: st.DrawFn) -> Probe:
 def lost_exactly(scale: float, counts: list[int]) -> Fraction:
     lost = Fraction(0)
     for index, count in enumerate(counts):
-        lowest = Fraction(2) ** (FIRST_EXPONENT + index)
+        lowest = Fraction(2) ** (LOWEST_EXPONENT + index)
         if count and scale < math.inf:
             below = Fraction(1, 2**25) / Fraction(scale) if scale else 2 * lowest
             lost += count * min(max(below / lowest - 1, Fraction(0)), Fraction(1))

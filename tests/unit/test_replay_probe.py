@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfscale.replay import BINS, FIRST_EXPONENT, Probe, overflows
+from halfscale.magnitudes import BINS, LOWEST_EXPONENT
+from halfscale.replay import Probe, overflows
 
 
 def probe_of(tensors: list[list[float]]) -> Probe:
@@ -19,7 +20,7 @@ def probe_of(tensors: list[list[float]]) -> Probe:
     for step, elements in enumerate(tensors):
         for element in elements:
             if element and math.isfinite(element):
-                counts[step, math.frexp(element)[1] - 1 - FIRST_EXPONENT] += 1
+                counts[step, math.frexp(element)[1] - 1 - LOWEST_EXPONENT] += 1
     largest = [max(map(abs, elements), default=0.0) for elements in tensors]
     return Probe(np.array(largest), np.array(largest), counts)
 
@@ -28,7 +29,7 @@ def counts_at(*bins: tuple[int, int]) -> list[int]:
     """One step's histogram from pairs of exponent and count."""
     row = [0] * BINS
     for exponent, count in bins:
-        row[exponent - FIRST_EXPONENT] = count
+        row[exponent - LOWEST_EXPONENT] = count
     return row
 
 

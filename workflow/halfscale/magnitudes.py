@@ -29,7 +29,7 @@ def lost_share(counts: ArrayLike, log2_scales: ArrayLike) -> NDArray[np.float64]
     """The share of non-zero elements that fp16 rounds to zero at each scale.
 
     Exact for powers of two, but for elements of exactly 2^-25 over the scale, which count as kept;
-    between them the elements of a bin are taken as spread evenly over its bit.
+    between them the elements of a bin are taken to be spread evenly over its magnitudes.
 
     Args:
         counts: Elements by exponent, shape (..., BINS).
@@ -43,7 +43,7 @@ def lost_share(counts: ArrayLike, log2_scales: ArrayLike) -> NDArray[np.float64]
     bins = VANISHING_EXPONENT - np.asarray(log2_scales, dtype=np.float64) - LOWEST_EXPONENT
     bins = bins.clip(0, BINS)
     whole = np.minimum(bins.astype(np.int64), BINS - 1)
-    lost = below[..., whole] + (bins - whole) * counts[..., whole]
+    lost = below[..., whole] + (np.exp2(bins - whole) - 1) * counts[..., whole]
     total = below[..., -1:]
     share: NDArray[np.float64] = np.divide(lost, total, out=np.zeros_like(lost), where=total > 0)
     return share
@@ -59,14 +59,10 @@ def largest_safe_exponent(largest: ArrayLike) -> NDArray[np.float64]:
         The same shape; inf where all is zero, -inf where the magnitude is not finite.
     """
     largest = np.asarray(largest, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        exponent = np.floor(np.log2(OVERFLOW / largest))
-        # The logarithm is rounded; the product of two powers of two is not.
-        exponent -= np.exp2(exponent) * largest >= OVERFLOW
-        exponent += np.exp2(exponent + 1) * largest < OVERFLOW
-    exponent[largest == 0] = np.inf
-    exponent[~np.isfinite(largest)] = -np.inf
-    return exponent
+    mantissa, exponent = np.frexp(largest)
+    power = 15.0 - exponent + (mantissa < OVERFLOW / 2**16)
+    safe: NDArray[np.float64] = np.where(np.isfinite(largest), power, -np.inf)
+    return np.where(largest == 0, np.inf, safe)
 
 
 def smallest_useful_exponent(counts: ArrayLike, share: float) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from halfscale.magnitudes import (
     smallest_useful_exponent,
 )
 from halfscale.plan import Plan
-from halfscale.records import read_probe
+from halfscale.records import probe_counts, read_probe
 
 TENSORS = ("activation", "weight")
 PARTS = {"start": "the first tenth of the steps", "end": "the last tenth", "all": "every step"}
@@ -67,15 +67,8 @@ def collect_probes(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFram
     )
 
 
-def _counts(table: pa.Table, tensors: str) -> NDArray[np.int64]:
-    """Shape (steps, BINS)."""
-    column = table[f"{tensors}_counts"].combine_chunks()
-    counts: NDArray[np.int64] = column.flatten().to_numpy().reshape(len(column), -1)
-    return counts
-
-
 def _window(workload: str, seed: int, table: pa.Table) -> pd.DataFrame:
-    counts = sum(_counts(table, tensors) for tensors in TENSORS)
+    counts = sum(probe_counts(table, tensors) for tensors in TENSORS)
     frame = table.select(["step", "largest", "largest_gradient"]).to_pandas()
     return frame.assign(
         workload=workload,
@@ -90,7 +83,7 @@ def _by_exponent(workload: str, tables: list[pa.Table], steps: int) -> list[pd.D
     frames = []
     for part, chosen in zip(PARTS, (slice(tenth), slice(-tenth, None), slice(None)), strict=True):
         for tensors in TENSORS:
-            counts = sum(_counts(table, tensors)[chosen].sum(0) for table in tables)
+            counts = sum(probe_counts(table, tensors)[chosen].sum(0) for table in tables)
             zeros = sum(table[f"{tensors}_zeros"].to_numpy()[chosen].sum() for table in tables)
             (filled,) = np.nonzero(counts)
             frame = pd.DataFrame(

@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from halfscale.magnitudes import BINS
@@ -232,6 +234,18 @@ def read_probe(results: Path, spec: ProbeSpec) -> tuple[ProbeRecord, pa.Table]:
         RecordError: Naming the file, what is wrong with it and the command that mends it.
     """
     return _read(ProbeRecord, PROBE_SCHEMA, results, spec)
+
+
+def probe_counts(table: pa.Table, tensors: str) -> NDArray[np.int64]:
+    """Elements by exponent in the table of a probe, shape (steps, BINS).
+
+    Args:
+        table: A table of `PROBE_SCHEMA`.
+        tensors: ``"activation"`` or ``"weight"``.
+    """
+    column = table[f"{tensors}_counts"].combine_chunks()
+    counts: NDArray[np.int64] = column.flatten().to_numpy().reshape(len(column), BINS)
+    return counts
 
 
 def _read(

@@ -22,7 +22,8 @@ from halfscale.faults import (
 )
 from halfscale.plan import LARGEST_FP16, ProbeSpec, RunSpec
 from halfscale.precision import Arithmetic
-from halfscale.scaling import LossScaler, figures
+from halfscale.scaling import LossScaler
+from halfscale.scaling.gradients import figures
 from halfscale.workloads import Workload
 
 Observe = Callable[[torch.Tensor], AbstractContextManager[None]]

@@ -9,12 +9,10 @@ here imports torch.
 from halfscale.replay.choosing import OBJECTIVE, Proposal, cost, propose, rank
 from halfscale.replay.engine import Replay, Traces, replay, replay_traces
 from halfscale.replay.grid import DEFAULT_RANGES, grid
-from halfscale.replay.probe import BINS, FIRST_EXPONENT, Probe, overflows
+from halfscale.replay.probe import Probe, overflows
 
 __all__ = [
-    "BINS",
     "DEFAULT_RANGES",
-    "FIRST_EXPONENT",
     "OBJECTIVE",
     "Probe",
     "Proposal",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from halfscale.magnitudes import TOLERABLE_LOSS
 from halfscale.plan import PolicyChoice
 from halfscale.policies import FloorReached
 from halfscale.replay.probe import Probe, check_epsilon, overflows
@@ -96,7 +97,7 @@ class Traces:
 
 
 def replay(
-    choices: Sequence[PolicyChoice], probes: Sequence[Probe], epsilon: float = 0.01
+    choices: Sequence[PolicyChoice], probes: Sequence[Probe], epsilon: float = TOLERABLE_LOSS
 ) -> Replay:
     """Drive every configuration over every probe.
 

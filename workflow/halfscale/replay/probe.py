@@ -7,23 +7,24 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
+
+from halfscale.magnitudes import (
+    BINS,
+    LOWEST_EXPONENT,
+    OVERFLOW,
+    VANISHING_EXPONENT,
+    largest_safe_exponent,
+    smallest_useful_exponent,
+)
+from halfscale.records import probe_counts
 
 Reals = NDArray[np.float64]
 
-FIRST_EXPONENT = -140
-"""floor(log2) of the elements in the first bin of a histogram."""
-
-BINS = 268
-
-# Halfway from the largest fp16 number, 65504, to the next power of two: from here a number rounds
-# to infinity. Halfway from 0 to the smallest one, 2^-24: below here a number rounds to zero.
-ROUNDS_TO_INFINITY = 65520.0
-_ROUNDS_TO_ZERO = -25
-
 # At the first of these powers of two even the last bin is lost, at the last one not even the first.
-_ALL_LOST = _ROUNDS_TO_ZERO - (FIRST_EXPONENT + BINS)
-_NONE_LOST = _ROUNDS_TO_ZERO - FIRST_EXPONENT
+_ALL_LOST = VANISHING_EXPONENT - (LOWEST_EXPONENT + BINS)
+_NONE_LOST = VANISHING_EXPONENT - LOWEST_EXPONENT
 
 # The powers of two that a float32 scale can be.
 _SMALLEST_POWER, _LARGEST_POWER = -149, 127
@@ -42,7 +43,7 @@ def overflows(scale: Reals | float, largest: Reals | float) -> NDArray[np.bool_]
         has no finite gradient.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        below = np.multiply(scale, largest) < ROUNDS_TO_INFINITY
+        below = np.multiply(scale, largest) < OVERFLOW
     return np.logical_not(below)
 
 
@@ -88,6 +89,12 @@ class Probe:
                 raise ValueError(f"{name} must hold no negative number and no NaN")
         if np.isinf(self.largest_gradient[np.isfinite(self.largest)]).any():
             raise ValueError("largest_gradient must be finite wherever largest is")
+
+    @classmethod
+    def of(cls, table: pa.Table) -> Probe:
+        """The probe in a table of `halfscale.records.PROBE_SCHEMA`."""
+        counts = probe_counts(table, "activation") + probe_counts(table, "weight")
+        return cls(table["largest"].to_numpy(), table["largest_gradient"].to_numpy(), counts)
 
     def _take(self, name: str, dtype: type[np.generic]) -> None:
         given = np.asarray(getattr(self, name))
@@ -143,11 +150,10 @@ class Probe:
             float32; infinity where every gradient is zero, so that any scale is safe; 0 where no
             power of two in float32 is safe.
         """
-        mantissa, exponent = np.frexp(self.largest)
-        power = 15 - exponent + (mantissa < ROUNDS_TO_INFINITY / 2**16)
-        safe: Reals = np.ldexp(1.0, np.minimum(power, _LARGEST_POWER))
-        safe[(power < _SMALLEST_POWER) | np.isinf(self.largest)] = 0.0
-        safe[self.largest == 0] = np.inf
+        exponent = largest_safe_exponent(self.largest)
+        safe: Reals = np.exp2(np.minimum(exponent, _LARGEST_POWER))
+        safe[exponent < _SMALLEST_POWER] = 0.0
+        safe[exponent == np.inf] = np.inf
         return safe
 
     def smallest_useful_scale(self, epsilon: float) -> Reals:
@@ -163,8 +169,8 @@ class Probe:
             ValueError: If `epsilon` is no such share.
         """
         check_epsilon(epsilon)
-        first = np.argmax(self.lost_table <= epsilon, axis=1)
-        return np.where(first == 0, 0.0, np.ldexp(1.0, first + _ALL_LOST))
+        smallest: Reals = np.exp2(smallest_useful_exponent(self.counts, epsilon))
+        return smallest
 
 
 def interpolate(scale: Reals) -> tuple[NDArray[np.intp], Reals]:

@@ -1,7 +1,6 @@
 """Loss scaling: the hand-written scaler, and the one that drives any policy."""
 
-from halfscale.scaling.gradients import figures
 from halfscale.scaling.manual import ManualGradScaler
 from halfscale.scaling.scaler import LossScaler
 
-__all__ = ["LossScaler", "ManualGradScaler", "figures"]
+__all__ = ["LossScaler", "ManualGradScaler"]
