@@ -32,7 +32,8 @@ workloads:
   binary: {steps: 5}
 device: cpu
 """
-ARMS = ("first", "second", "fp32", "bf16", "fp16-unscaled")
+CONTROLS = ("fp32", "bf16", "fp16-unscaled")
+ARMS = ("first", "second", *CONTROLS)
 READERS = frozenset({"tables", "verdict", "plots", "summary", "all"})
 TARGETS = ("reports/summary.html", "reports/recommendation.json")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .driver import CONFIG, Bench, Finished, snapshot
+from .driver import ARMS, CONFIG, CONTROLS, PROBE, Bench, Finished, snapshot, trains
 
 
 def assert_refused(finished: Finished, *fragments: str) -> None:
@@ -117,9 +117,7 @@ def test_a_given_config_file_replaces_the_one_in_the_folder(empty: Bench) -> Non
     text = CONFIG.replace("first:", "third:").replace("second:", "fourth:")
     (empty.path / "other.yaml").write_text(text, encoding="utf-8")
     planned = empty.plan("--configfile", "other.yaml").trains
-    assert planned == {
-        f"binary/{arm}/seed0" for arm in ("third", "fourth", "fp32", "bf16", "fp16-unscaled")
-    }
+    assert planned == trains("third", "fourth", *CONTROLS, PROBE)
 
 
 def test_cuda_without_a_gpu_is_refused(empty: Bench) -> None:
@@ -130,8 +128,7 @@ def test_cuda_without_a_gpu_is_refused(empty: Bench) -> None:
 
 def test_a_value_on_the_command_line_is_laid_over_the_file(empty: Bench) -> None:
     planned = empty.plan("--config", "seeds=[4]").trains
-    assert len(planned) == 5
-    assert {run.rsplit("/", 1)[1] for run in planned} == {"seed4"}
+    assert planned == trains(*ARMS, PROBE, seed=4)
 
 
 def test_a_bad_value_on_the_command_line_is_refused(empty: Bench) -> None:

@@ -191,7 +191,7 @@ def test_a_failing_cell_keeps_the_executed_part_and_no_stale_page(bench: Bench) 
 
 def test_a_bug_in_training_names_run_and_log_in_the_last_lines(bench: Bench) -> None:
     source = bench.take_source()
-    head = "def describe_machine(spec: RunSpec, used: str) -> dict[str, str | int]:\n"
+    head = "def describe_machine(spec: JobSpec, used: str) -> dict[str, str | int]:\n"
     replace_once(
         source / "workflow/halfscale/machine.py", head, f"{head}    raise TypeError('a bug')\n"
     )
