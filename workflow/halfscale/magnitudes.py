@@ -59,14 +59,11 @@ def largest_safe_exponent(largest: ArrayLike) -> NDArray[np.float64]:
         The same shape; inf where all is zero, -inf where the magnitude is not finite.
     """
     largest = np.asarray(largest, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        exponent = np.floor(np.log2(OVERFLOW / largest))
-        # The logarithm is rounded; the product of two powers of two is not.
-        exponent -= np.exp2(exponent) * largest >= OVERFLOW
-        exponent += np.exp2(exponent + 1) * largest < OVERFLOW
-    exponent[largest == 0] = np.inf
-    exponent[~np.isfinite(largest)] = -np.inf
-    return exponent
+    mantissa, power = np.frexp(largest)  # exact, as a logarithm is not
+    exponent = 16.0 - power - (mantissa >= OVERFLOW / 2.0**16)
+    exponent = np.where(largest == 0, np.inf, exponent)
+    safe: NDArray[np.float64] = np.where(np.isfinite(largest), exponent, -np.inf)
+    return safe
 
 
 def smallest_useful_exponent(counts: ArrayLike, share: float) -> NDArray[np.float64]:
@@ -82,6 +79,7 @@ def smallest_useful_exponent(counts: ArrayLike, share: float) -> NDArray[np.floa
     counts = np.asarray(counts, dtype=np.float64)
     exponents = np.arange(VANISHING_EXPONENT - LOWEST_EXPONENT - BINS, BINS)
     tolerable = lost_share(counts, exponents) <= share
-    smallest: NDArray[np.float64] = exponents[tolerable.argmax(-1)].astype(np.float64)
-    smallest[counts.sum(-1) == 0] = -np.inf
+    smallest: NDArray[np.float64] = np.where(
+        counts.any(-1), exponents[tolerable.argmax(-1)], -np.inf
+    )
     return smallest
