@@ -70,7 +70,7 @@ def collect_probes(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFram
 def _counts(table: pa.Table, tensors: str) -> NDArray[np.int64]:
     """Shape (steps, BINS)."""
     column = table[f"{tensors}_counts"].combine_chunks()
-    counts: NDArray[np.int64] = column.flatten().to_numpy().reshape(len(column), -1)
+    counts: NDArray[np.int64] = column.flatten().to_numpy().reshape(-1, BINS)
     return counts
 
 
@@ -119,7 +119,7 @@ def lost_share_of(exponents: pd.DataFrame, log2_scales: NDArray[np.float64]) -> 
         exponents: Rows of `EXPONENT_COLUMNS` of one part; tensors of several kinds are added up.
         log2_scales: The scales as powers of two, shape (scales,).
     """
-    counts = np.zeros(BINS)
     filled = exponents.dropna(subset="exponent")
-    np.add.at(counts, filled["exponent"].to_numpy(int) - LOWEST_EXPONENT, filled["elements"])
+    bins = filled["exponent"].to_numpy(int) - LOWEST_EXPONENT
+    counts = np.bincount(bins, weights=filled["elements"].to_numpy(float), minlength=BINS)
     return lost_share(counts, log2_scales)
