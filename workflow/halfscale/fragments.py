@@ -33,7 +33,8 @@ _CAPTIONS = {
     "window": "What a fixed scale would do: gradient elements that fp16 rounds to zero, and steps "
     "that overflow. Shaded: no step overflows and none loses more than "
     f"{TOLERABLE_LOSS:.0%} of its elements. Where there is no such scale, or a narrow choice, the "
-    "scale has to move.",
+    "scale has to move. Counted are elements that vanish themselves; what follows from them later "
+    "in the backward pass vanishes as well.",
     "exponents": "Gradients of half-precision tensors by magnitude, before scaling, over fp16's "
     "range; zeros are left out. A scale of 2^k moves them k to the right.",
     "loss": "Loss of every arm: median over seeds, band from the lowest to the highest seed.",

@@ -78,6 +78,7 @@ def smallest_useful_exponent(counts: ArrayLike, share: float) -> NDArray[np.floa
     counts = np.asarray(counts, dtype=np.float64)
     exponents = np.arange(VANISHING_EXPONENT - LOWEST_EXPONENT - BINS, BINS)
     tolerable = lost_share(counts, exponents) <= share
-    smallest: NDArray[np.float64] = exponents[tolerable.argmax(-1)].astype(np.float64)
-    smallest[counts.sum(-1) == 0] = -np.inf
+    smallest: NDArray[np.float64] = np.where(
+        counts.any(-1), exponents[tolerable.argmax(-1)], -np.inf
+    )
     return smallest

@@ -1,14 +1,17 @@
-"""One probe: train in bf16 and count, in each step, the magnitudes of all backward tensors.
+"""One probe: train in bf16 and count, in each step, the magnitudes of all gradients.
 
 Under autocast the same tensors are in half precision in bf16 as in fp16, but bf16 has the range of
 fp32: nothing overflows and nothing vanishes. What fp16 would do to them at any scale follows from
-the counts (`halfscale.magnitudes`). Tensors that autocast leaves in fp32 are not counted.
+the counts (`halfscale.magnitudes`), but for one thing: what an element that vanishes would have
+given to others is missing there too. So the shares lost are lower bounds, close ones for
+activations; weights lose more where activations lose most. Tensors that autocast leaves in fp32
+are not counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfscale.magnitudes import BINS, LOWEST_EXPONENT
@@ -66,11 +70,12 @@ def probe(spec: ProbeSpec, folder: Path, progress: Callable[[str], None] = print
 
 
 class MagnitudeRecorder:
-    """Count the magnitudes of bf16 tensors that backward passes make.
+    """Count the magnitudes of the bf16 gradients that backward passes make.
 
-    Every tensor that an operation of the backward pass returns counts once, views of it do not;
-    the gradients of weights (what autocast's copy of a parameter receives) are told apart from
-    those of activations. Works on every device.
+    Every tensor that an operation makes of a gradient counts once, views of it do not; nor does
+    what a backward pass makes of activations alone, such as a checkpointed forward pass, since no
+    scale reaches it. The gradients of weights (what autocast's copy of a parameter receives) are
+    told apart from those of activations. Works on every device.
     """
 
     def __init__(self) -> None:
@@ -86,9 +91,12 @@ class MagnitudeRecorder:
                 if gradient is not None:
                     self._weights.add(gradient)
 
+        watch = _Watch(self._everything.add)
         hooks = [node.register_prehook(count_weights) for node in _weight_copies(loss)]
+        if loss.grad_fn is not None:
+            hooks.append(loss.grad_fn.register_prehook(watch.start))
         try:
-            with _Watch(self._everything.add):
+            with watch:
                 yield
         finally:
             for hook in hooks:
@@ -98,7 +106,8 @@ class MagnitudeRecorder:
         """The figures since the last call, and forget them: columns of `PROBE_SCHEMA`."""
         counts, largest = self._everything.take()
         weights, _ = self._weights.take()
-        activations = counts - weights
+        # A gradient that is broadcast to a weight, or to two, is more than was made.
+        activations = (counts - weights).clamp(min=0)
         return {
             "largest": largest if math.isfinite(largest) else math.inf,
             "activation_counts": activations[:BINS].tolist(),
@@ -119,8 +128,8 @@ class _Counter:
 
     def add(self, tensor: Tensor) -> None:
         if tensor.dtype is torch.bfloat16 and tensor.numel():
-            # A copy: backward passes add to gradients in place.
-            magnitudes = tensor.detach().contiguous().view(torch.int16) & 0x7FFF
+            # A copy, and none in bf16 that would be seen itself; backward passes write in place.
+            magnitudes = tensor.detach().view(torch.int16) & 0x7FFF
             self._waiting.append(magnitudes.flatten())
             self._elements += tensor.numel()
             if self._elements > _MOST_WAITING:
@@ -143,25 +152,63 @@ class _Counter:
 
 
 class _Watch(TorchDispatchMode):
-    """Show every new tensor that an operation makes, also in autograd's own threads."""
+    """Show every new tensor that an operation makes of a gradient, also in autograd's own threads.
+
+    Gradients are known by their memory, which views share.
+    """
 
     def __init__(self, show: Callable[[Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._show = show
+        self._gradients: set[StorageWeakRef] = set()
+
+    def start(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Take these for gradients: what the backward pass starts from."""
+        for gradient in _tensors(gradients):
+            self._gradients.add(_memory(gradient))
+            self._show(gradient)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            for part in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(part, Tensor):
-                    self._show(part)
+        kwargs = kwargs or {}
+        given = {_memory(tensor) for tensor in _tensors((*args, *kwargs.values()))}
+        result = func(*args, **kwargs)
+        if not given.isdisjoint(self._gradients) and not _takes_only_the_shape(func):
+            for made in _tensors((result,)):
+                memory = _memory(made)
+                if memory not in given or func._schema.is_mutable:
+                    self._gradients.add(memory)
+                    self._show(made)
         return result
 
 
+def _takes_only_the_shape(func: Any) -> bool:
+    """Of its argument: ``zeros_like``, ``new_empty`` and the like."""
+    name: str = func._schema.name
+    return name.endswith("_like") or name.startswith("aten::new_")
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The dense tensors among values and in the lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    """Equal for views; while it is held no other memory equals it, though this one be freed."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def _weight_copies(loss: Tensor) -> list[Node]:
-    """The nodes of the graph whose result is a parameter's gradient."""
+    """The nodes of the graph that cast a parameter.
+
+    Others that lead to a parameter, such as a layer norm's, receive the gradient of an activation.
+    """
     found, seen, ahead = [], set(), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -169,7 +216,8 @@ def _weight_copies(loss: Tensor) -> list[Node]:
             continue
         seen.add(node)
         below = [next_node for next_node, _ in node.next_functions]
-        if any(type(next_node).__name__ == "AccumulateGrad" for next_node in below):
+        is_copy = type(node).__name__ == "ToCopyBackward0"
+        if is_copy and type(below[0]).__name__ == "AccumulateGrad":
             found.append(node)
         ahead.extend(below)
     return found

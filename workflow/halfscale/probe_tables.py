@@ -112,7 +112,7 @@ def lost_share_of(exponents: pd.DataFrame, log2_scales: NDArray[np.float64]) -> 
         exponents: Rows of `EXPONENT_COLUMNS` of one part; tensors of several kinds are added up.
         log2_scales: The scales as powers of two, shape (scales,).
     """
-    counts = np.zeros(BINS)
     filled = exponents.dropna(subset="exponent")
-    np.add.at(counts, filled["exponent"].to_numpy(int) - LOWEST_EXPONENT, filled["elements"])
+    bins = filled["exponent"].to_numpy(int) - LOWEST_EXPONENT
+    counts = np.bincount(bins, weights=filled["elements"].to_numpy(float), minlength=BINS)
     return lost_share(counts, log2_scales)
