@@ -76,8 +76,10 @@ def test_an_element_at_the_tie_counts_as_kept_though_fp16_loses_it() -> None:
 def test_between_powers_of_two_the_share_grows_evenly() -> None:
     # One element in [2^-30, 2^-29), three in [2^-29, 2^-28): the first is lost up to S = 2^4.
     counts = count([2.0**-30, 2.0**-29, 2.0**-29, 1.5 * 2.0**-29])
-    shares = lost_share(counts, [3.0, 3.5, 4.0, 4.25, 4.5, 5.0, 5.5])
-    assert shares.tolist() == [1.0, 0.25 + 0.75 / 2, 0.25, 0.25 * 0.75, 0.125, 0.0, 0.0]
+    # Three times a power of two: a third of the bin's width is still below.
+    between = math.log2(1.5)
+    shares = lost_share(counts, [3.0, 3.0 + between, 4.0, 4.0 + between, 5.0, 5.5])
+    assert shares.tolist() == pytest.approx([1.0, 0.25 + 0.75 / 3, 0.25, 0.25 / 3, 0.0, 0.0])
 
 
 @given(bins=histograms, scales=st.lists(st.floats(-300, 300), min_size=2, max_size=8))

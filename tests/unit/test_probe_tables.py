@@ -122,9 +122,9 @@ def test_the_lost_share_adds_up_both_kinds_of_tensors(tmp_path: Path) -> None:
     write(tmp_path, plan, [craft_step({-30: 1, None: 50}, {-26: 1, 0: 2})] * 2)
     exponents, _ = collect_probes(plan, tmp_path)
     part = exponents[exponents["part"] == "all"]
-    scales = np.array([-30.0, 0.0, 1.0, 4.0, 4.5, 5.0, 40.0])
-    # Zeros are not lost; between 2^4 and 2^5 the element of 2^-30 goes half.
-    expected = [1.0, 0.5, 0.25, 0.25, 0.125, 0.0, 0.0]
+    scales = np.array([-30.0, 0.0, 1.0, 4.0, 4.0 + math.log2(4 / 3), 5.0, 40.0])
+    # Zeros are not lost; at 4/3 of 2^4 the element of 2^-30 goes half.
+    expected = pytest.approx([1.0, 0.5, 0.25, 0.25, 0.125, 0.0, 0.0])
     assert lost_share_of(part, scales).tolist() == expected
     again = tmp_path / "exponents.csv"
     part.to_csv(again, index=False)
