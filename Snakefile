@@ -13,28 +13,38 @@ sys.path.insert(0, str(FOLDER / "workflow"))
 from halfscale import guard, sources
 
 PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles)
-RUNS = list(PLAN.runs())
 FIGURES = guard.FIGURES
 STARTED = time.time()
+
+# A module's prefix goes before every relative path of a rule.
+RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
 
 guard.prepare_jobs()
 if workflow.is_main_process:
     guard.clear_stale_locks()
-    # A module's prefix goes before every relative path of a rule.
-    RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
     guard.reopen_failed(PLAN, RESULTS)
     guard.stop_if_outdated(PLAN, RESULTS)
+
+
+def whole_plan(wildcards=None):
+    """The plan and what its search has found; Snakemake waits for the search where it must."""
+    if PLAN.search is not None:
+        checkpoints.search.get()
+    return guard.extended(PLAN, RESULTS)
 
 
 rule all:
     default_target: True
     input:
-        guard.list_targets(PLAN),
+        # Of all targets those that need not wait for the search.
+        guard.list_first_targets(PLAN),
+        lambda wildcards: guard.list_targets(whole_plan()),
 
 
 include: "workflow/rules/verify.smk"
-include: "workflow/rules/train.smk"
 include: "workflow/rules/probe.smk"
+include: "workflow/rules/search.smk"
+include: "workflow/rules/train.smk"
 include: "workflow/rules/tables.smk"
 include: "workflow/rules/plots.smk"
 include: "workflow/rules/report.smk"
@@ -45,7 +55,8 @@ onstart:
 
 
 onsuccess:
-    print(f"{len(RUNS)} runs on {PLAN.device}; open reports/summary.html")
+    runs = len(list(guard.extended(PLAN, RESULTS).runs()))
+    print(f"{runs} runs on {PLAN.device}; open reports/summary.html")
 
 
 onerror:

@@ -37,6 +37,7 @@ def make_plan(
     configurations: Mapping[str, Mapping[str, object]] | None = None,
     seeds: Sequence[int] = (0, 1, 2, 3, 4),
     workloads: Mapping[str, Mapping[str, object]] | None = None,
+    search: object = False,
 ) -> Plan:
     """A small plan on the CPU."""
     return build_plan(
@@ -45,6 +46,7 @@ def make_plan(
             "seeds": list(seeds),
             "workloads": workloads or {"binary": {"steps": 100}},
             "device": "cpu",
+            "search": search,
         }
     )
 
@@ -245,6 +247,7 @@ class Made:
             write_text(folder / f"{name}.csv", getattr(self, name).to_csv(index=False))
         self.windows.to_parquet(folder / "windows.parquet")
         write_text(folder / "orphans.json", json.dumps(list(orphans)))
+        write_text(folder / "plan.json", self.plan.canonical_json())
         checks = checks_table().to_csv(index=False)
         write_text(results / "verification" / "checks.csv", checks)
 

@@ -18,7 +18,7 @@ from .crafted import Made, runs_table
 
 KEYS = {
     *("schema_version", "kind", "sentence", "recommended", "policy", "parameters"),
-    *("constructor", "policies"),
+    *("constructor", "policies", "found_by_search"),
     *("deciding_step", "winning_set", "rejected", "identical", "scores", "rule", "evidence"),
     "versions",
 }

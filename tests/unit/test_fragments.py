@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.display import HTML
 
-from halfscale.fragments import Page, table
+from halfscale.fragments import Page
+from halfscale.html import table
 from halfscale.records import write_json, write_text
 from halfscale.tables import CONFIGURATION_COLUMNS, RUN_COLUMNS
 from halfscale.verdict import RULE
@@ -67,6 +68,7 @@ PIECES: dict[str, Callable[[Page], HTML]] = {
     "scores": Page.scores,
     "configuration_table": Page.configuration_table,
     "window_table": Page.window_table,
+    "search": Page.search,
     "failed_runs": Page.failed_runs,
     "verification": Page.verification,
     "appendix": Page.appendix,

@@ -12,24 +12,16 @@ from halfscale.sources import PACKAGE
 
 FAST = [
     *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
-    *("planner", "guard", "policies"),
+    *("grid", "search_plan", "planner", "proposals", "guard", "policies"),
 ]
-TORCH_FREE = [
-    *FAST,
-    *("records", "style", "tables", "verdict", "plots", "export", "settings", "fragments"),
-    *("report", "simulate", "probe_tables", "probe_plots", "evidence", "magnitudes", "replay"),
-    "cli",
-]
-GROUND = (
-    *("config", "devices", "sources", "policies", "plan", "naming", "planner", "records"),
-    *("entry", "imported", "workload_plan", "guard", "magnitudes"),
-)
-PARTS = ("scaling", "precision", "workloads", "own")
-DOING = ("train", "steps", "verify", "faults", "machine", "tryout", "probe", "replay")
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
-    *("simulate", "probe_tables", "probe_plots", "evidence"),
+    *("simulate", "probe_tables", "probe_plots", "evidence", "search_fragments", "html"),
 )
+TORCH_FREE = [*FAST, "records", "magnitudes", *READING, "replay", "search", "cli"]
+GROUND = (*FAST, "records", "magnitudes")
+PARTS = ("scaling", "precision", "workloads", "own")
+DOING = ("train", "steps", "verify", "faults", "machine", "tryout", "probe", "replay", "search")
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ seeds: [0]
 workloads:
   binary: {steps: 5}
 device: cpu
+search: off
 """
 CONTROLS = ("fp32", "bf16", "fp16-unscaled")
 ARMS = ("first", "second", *CONTROLS)

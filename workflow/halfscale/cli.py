@@ -192,6 +192,21 @@ def probe(
 
 
 @_job
+def search(plan: PlanOption, results: ResultsOption) -> None:
+    """Replay a grid of configurations over the probes and propose the best for training."""
+    from halfscale.plan import Plan
+    from halfscale.search import search as search_grid
+
+    found = search_grid(Plan.model_validate_json(plan), results)
+    print(f"{found.tried} configurations replayed. {found.objective}")
+    for number, proposal in enumerate(found.proposals, start=1):
+        print(f"found-{number}: {proposal.choice.policy} {proposal.choice.parameters}")
+        print(f"  predicted to lose {proposal.cost:.2%} of the steps; {proposal.alike} act alike")
+    for name, cost in found.listed.items():
+        print(f"{name}: predicted to lose {cost:.2%} of the steps")
+
+
+@_job
 def tables(plan: PlanOption, results: ResultsOption) -> None:
     """Check and read every run of the plan and write the tables."""
     import pyarrow as pa
@@ -199,10 +214,11 @@ def tables(plan: PlanOption, results: ResultsOption) -> None:
 
     from halfscale.plan import Plan
     from halfscale.probe_tables import collect_probes
+    from halfscale.proposals import extend_plan
     from halfscale.records import write_atomically, write_text
     from halfscale.tables import collect_runs, find_orphans, summarise
 
-    checked = Plan.model_validate_json(plan)
+    checked = extend_plan(Plan.model_validate_json(plan), results)
     runs, steps = collect_runs(checked, results)
     exponents, windows = collect_probes(checked, results)
     orphans = find_orphans(checked, results)

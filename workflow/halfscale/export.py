@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from halfscale import __version__
-from halfscale.plan import Plan
+from halfscale.plan import Plan, is_found
 from halfscale.verdict import RULE, Interval, Verdict
 
 SCHEMA = 1
@@ -47,6 +47,7 @@ def build_recommendation(plan: Plan, runs: pd.DataFrame, verdict: Verdict) -> di
             {"configurations": group, "inert_knobs": _inert_in_all(runs, group)}
             for group in verdict.identical
         ],
+        "found_by_search": [key for key in sorted(plan.configurations) if is_found(key)],
         "policies": {key: choice.policy for key, choice in sorted(plan.configurations.items())},
         "scores": {
             key: {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,16 @@ import numpy as np
 import pandas as pd
 from IPython.display import HTML
 
+from halfscale.html import table
 from halfscale.magnitudes import TOLERABLE_LOSS
+from halfscale.plan import is_found
 from halfscale.probe_tables import (
     EXPONENT_COLUMNS,
     WINDOW_COLUMNS,
     lost_share_of,
     usable_window,
 )
+from halfscale.search_fragments import describe_search
 from halfscale.settings import TOOLS, express
 from halfscale.tables import CONFIGURATION_COLUMNS, RUN_COLUMNS
 
@@ -71,10 +74,16 @@ class Page:
         shown = ", ".join(f"{count} {escape(str(name))}" for name, count in outcomes.items())
         line = verdict["constructor"]
         code = f"<pre class='paste'><code>{escape(line)}</code></pre>" if line else ""
+        origin = ""
+        if verdict["recommended"] and is_found(verdict["recommended"]):
+            origin = (
+                "<p class='note'>The search found this set; nobody had listed it. It was trained "
+                "and judged like the others.</p>"
+            )
         passed = int(self.checks["passed"].sum())
         return HTML(
             f"<p class='answer {escape(verdict['kind'].replace(' ', '-'))}'>"
-            f"{escape(verdict['sentence'])}</p>{code}"
+            f"{escape(verdict['sentence'])}</p>{code}{origin}"
             f"<p class='evidence'>{evidence['runs']} runs stand behind this ({shown}): "
             f"{_counted(len(evidence['workloads']), 'workload')} × "
             f"{self.runs['configuration'].nunique()} arms × "
@@ -193,6 +202,10 @@ class Page:
             "rejected": len(names) - len(kept),
         }
 
+    def search(self) -> HTML:
+        """What the search found, and how it did."""
+        return HTML(describe_search(self.results, self.verdict))
+
     def configuration_table(self) -> HTML:
         """What was measured, a row per workload and arm."""
         shown = self.configurations.copy()
@@ -298,29 +311,3 @@ def _with_limits(interval: Mapping[str, float | None]) -> str:
 
 def _power_of_two(scale: float) -> str:
     return "" if math.isnan(scale) else f"2^{math.log2(scale):.4g}" if scale > 0 else f"{scale:g}"
-
-
-def table(frame: pd.DataFrame) -> HTML:
-    """A data frame as an HTML table, every text escaped, numbers short, columns in words."""
-    head = "".join(f"<th>{escape(str(name)).replace('_', ' ')}</th>" for name in frame.columns)
-    body = "".join(f"<tr>{_row(values)}</tr>" for values in frame.itertuples(index=False))
-    rows = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return HTML(f"<div class='wide'><table>{rows}</table></div>")
-
-
-def _row(values: Iterable[Any]) -> str:
-    cells = []
-    for value in values:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        text = _cell(value)
-        kind = " class='number'" if number else " class='long'" if len(text) > 40 else ""
-        cells.append(f"<td{kind}>{escape(text)}</td>")
-    return "".join(cells)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        if math.isnan(value):
-            return ""
-        return "not reached" if math.isinf(value) else f"{value:.5g}"
-    return str(value)

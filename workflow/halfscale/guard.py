@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from halfscale.config import ConfigError, read_config
 from halfscale.plan import JobSpec, Plan
 from halfscale.planner import build_plan
+from halfscale.proposals import PROPOSALS, ProposalError, extend_plan, recorded_digest
 
 OWNER = "HALFSCALE_OWNER_PID"
 
@@ -83,6 +84,23 @@ def load_plan(
         sys.exit(f"halfscale: {error}")
 
 
+def extended(plan: Plan, results: Path) -> Plan:
+    """The plan with what its search has found so far; the plan itself if that is nothing of use."""
+    try:
+        return extend_plan(plan, results)
+    except ProposalError:
+        return plan
+
+
+def list_first_targets(plan: Plan) -> list[str]:
+    """The files that need not wait for the search, relative to the working folder."""
+    return [
+        *(f"results/verification/{table}.csv" for table in ("checks", "sweep")),
+        *(f"results/{job.folder.as_posix()}/{job.record_name}" for job in plan.jobs()),
+        *(f"results/{job.folder.as_posix()}/{job.table_name}" for job in plan.jobs()),
+    ]
+
+
 def list_targets(plan: Plan) -> list[str]:
     """Every file the workflow makes, relative to the working folder.
 
@@ -90,14 +108,16 @@ def list_targets(plan: Plan) -> list[str]:
     while all that comes after it is there.
     """
     results = [
-        *(f"{job.folder.as_posix()}/{job.record_name}" for job in plan.jobs()),
-        *(f"{job.folder.as_posix()}/{job.table_name}" for job in plan.jobs()),
-        *(f"verification/{table}.csv" for table in ("checks", "sweep")),
+        *([PROPOSALS.as_posix()] if plan.search else []),
         *(f"tables/{table}" for table in TABLES),
         *(f"plots/{figure}.{kind}" for figure in FIGURES for kind in ("svg", "txt")),
     ]
     reports = ("recommendation.json", "settings", "summary.ipynb", "summary.html")
-    return [*(f"results/{file}" for file in results), *(f"reports/{file}" for file in reports)]
+    return [
+        *list_first_targets(plan),
+        *(f"results/{file}" for file in results),
+        *(f"reports/{file}" for file in reports),
+    ]
 
 
 def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,12 +180,14 @@ def stop_if_outdated(plan: Plan, results: Path) -> None:
     deleted ``.snakemake``, results copied from elsewhere) it would call old results up to date.
     """
     outdated = [
-        results / spec.folder
+        (results / spec.folder).parent
         for spec in _outdated_jobs(plan, results)
         if not _is_recorded(results / spec.folder / spec.record_name)
     ]
+    if _is_search_outdated(plan, results) and not _is_recorded(results / PROPOSALS):
+        outdated.append((results / PROPOSALS).parent)
     if outdated:
-        folders = sorted({folder.parent for folder in outdated})
+        folders = sorted(set(outdated))
         names = " ".join(str(folder) for folder in folders)
         sys.exit(
             f"halfscale: {len(outdated)} results belong to another configuration or version, and "
@@ -175,7 +197,7 @@ def stop_if_outdated(plan: Plan, results: Path) -> None:
     tables = results / "tables" / "plan.json"
     if (
         tables.exists()
-        and tables.read_text(encoding="utf-8").strip() != plan.canonical_json()
+        and tables.read_text(encoding="utf-8").strip() != extended(plan, results).canonical_json()
         and not _is_recorded(tables)
         and all((results / job.folder / job.record_name).exists() for job in plan.jobs())
     ):
@@ -229,11 +251,17 @@ def _is_recorded(path: Path) -> bool:
     return any(Path(".snakemake", kind, name).exists() for kind in ("metadata", "incomplete"))
 
 
+def _is_search_outdated(plan: Plan, results: Path) -> bool:
+    """Whether the proposals on the disk belong to another search."""
+    spec = plan.search_spec
+    return spec is not None and recorded_digest(results) not in (None, spec.digest)
+
+
 def _outdated_jobs(plan: Plan, results: Path) -> list[JobSpec]:
     """The runs and probes whose result on the disk belongs to another specification."""
     return [
         spec
-        for spec in plan.jobs()
+        for spec in extended(plan, results).jobs()
         if _recorded_digest(results / spec.folder / spec.record_name) not in (None, spec.digest)
     ]
 

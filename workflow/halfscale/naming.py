@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from halfscale.plan import CONTROLS
+from halfscale.plan import CONTROLS, FOUND
 
 LONGEST = 64
 
@@ -21,6 +21,8 @@ def find_fault(name: str, others: Iterable[str]) -> str | None:
     folded = name.casefold()
     if folded in CONTROLS:
         return "is the name of a control, which is always run"
+    if folded.startswith(FOUND):
+        return "is kept for configurations that the search finds"
     if folded in _MISREAD or folded.split(".")[0] in _WINDOWS_DEVICES:
         return "is a reserved word of YAML, pandas or Windows"
     if not _NAME.fullmatch(name):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +25,9 @@ CONTROLS: dict[str, Literal["fp32", "bf16", "fp16"]] = {
     "bf16": "bf16",
     "fp16-unscaled": "fp16",
 }
+
+FOUND = "found-"
+"""How the names of configurations begin that the search found."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Parameter = bool | int | float | str
@@ -111,6 +114,37 @@ class WorkloadPlan(_Block):
     source: str
     probe_source: str
     entry: str | None = None
+
+
+class SearchPlan(_Block):
+    """What the search for settings nobody listed is to try.
+
+    Attributes:
+        proposals: How many configurations to train of those found.
+        policy: The policy whose parameters are varied.
+        ranges: The values of each parameter, as `halfscale.grid.grid` takes them; None for its
+            defaults.
+        source: The digest of the search's code.
+    """
+
+    proposals: int
+    policy: str
+    ranges: dict[str, Any] | None
+    source: str
+
+
+class SearchSpec(_Block):
+    """Everything that the proposals of a search depend on."""
+
+    schema_version: int = SCHEMA
+    search: SearchPlan
+    configurations: dict[str, PolicyChoice]
+    probes: list[str]
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hexadecimal digits of the SHA-256 of the canonical JSON."""
+        return hashlib.sha256(canonical_json(self).encode()).hexdigest()[:16]
 
 
 class JobSpec(_Block):
@@ -214,6 +248,7 @@ class Plan(_Block):
     seeds: tuple[int, ...]
     workloads: dict[str, WorkloadPlan]
     configurations: dict[str, PolicyChoice]
+    search: SearchPlan | None = None
 
     @property
     def arms(self) -> list[str]:
@@ -274,9 +309,30 @@ class Plan(_Block):
         yield from self.runs()
         yield from self.probes()
 
+    @property
+    def search_spec(self) -> SearchSpec | None:
+        """The specification of the search; None if there is to be none."""
+        if self.search is None:
+            return None
+        listed = {
+            name: choice for name, choice in self.configurations.items() if not is_found(name)
+        }
+        probes = [probe.digest for probe in self.probes()]
+        return SearchSpec(search=self.search, configurations=listed, probes=probes)
+
+    def with_found(self, choices: Sequence[PolicyChoice]) -> Plan:
+        """This plan and the configurations that the search found, named ``found-1`` and so on."""
+        found = {f"{FOUND}{number}": choice for number, choice in enumerate(choices, start=1)}
+        return self.model_copy(update={"configurations": {**self.configurations, **found}})
+
     def canonical_json(self) -> str:
         """The plan as one line of JSON; equal meaning gives equal text."""
         return canonical_json(self)
+
+
+def is_found(name: str) -> bool:
+    """Whether a configuration was found by the search, and listed by nobody."""
+    return name.startswith(FOUND)
 
 
 def canonical_json(value: BaseModel | Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from halfscale.devices import count_gpus
 from halfscale.naming import find_fault, suggest_name
 from halfscale.plan import Plan, PolicyChoice
 from halfscale.policies import POLICIES
+from halfscale.search_plan import plan_search
 from halfscale.workload_plan import plan_workload
 
 LARGEST_SEED = 2**63 - 1
@@ -32,6 +33,7 @@ class _Config(BaseModel):
     seeds: list[Annotated[int, _within(0, LARGEST_SEED)]] = [0, 1, 2, 3, 4]
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, _within(1, 1024)] = 1
+    search: Any = True
 
 
 def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
@@ -70,6 +72,7 @@ def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
             name: _plan_configuration(name, _block(source, ("configurations", name), block), source)
             for name, block in sorted(checked.configurations.items())
         },
+        search=plan_search(checked.search, source),
     )
 
 
@@ -157,6 +160,7 @@ _EXAMPLES: dict[str, Any] = {
     "seeds": [0, 1, 2, 3, 4],
     "device": "auto",
     "threads": 1,
+    "search": {"proposals": 2},
 }
 
 

@@ -20,10 +20,11 @@ TRAINING = (
 )
 PROBING = (*TRAINING, "probe.py", "magnitudes.py")
 VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
+SEARCH = ("search.py", "grid.py", "magnitudes.py", "replay/*.py", "policies/*.py")
 TABLES = ("tables.py", "probe_tables.py", "magnitudes.py", "records.py", "verdict.py")
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
 PLOTS = ("plots.py", "probe_plots.py", "evidence.py", "style.py", "magnitudes.py")
-REPORT = ("report.py", "fragments.py")
+REPORT = ("report.py", "fragments.py", "search_fragments.py", "html.py")
 
 
 @cache

@@ -1,12 +1,16 @@
 rule tables:
     input:
-        runs=[f"results/{run.folder}/run.json" for run in RUNS],
-        traces=[f"results/{run.folder}/trace.parquet" for run in RUNS],
+        runs=lambda wildcards: [
+            f"results/{run.folder}/{file}"
+            for run in whole_plan().runs()
+            for file in (run.record_name, run.table_name)
+        ],
         probes=[
             f"results/{probe.folder}/{file}"
             for probe in PLAN.probes()
             for file in (probe.record_name, probe.table_name)
         ],
+        proposals=["results/search/proposals.json"] if PLAN.search else [],
     output:
         runs="results/tables/runs.csv",
         configurations=report(

@@ -6,9 +6,9 @@ second. The prediction takes the gradients to be those of the probe, which skips
 here imports torch.
 """
 
-from halfscale.replay.choosing import OBJECTIVE, Proposal, cost, propose, rank
+from halfscale.grid import DEFAULT_RANGES, grid
+from halfscale.replay.choosing import OBJECTIVE, Proposal, cost, mean_cost, propose, rank
 from halfscale.replay.engine import Replay, Traces, replay, replay_traces
-from halfscale.replay.grid import DEFAULT_RANGES, grid
 from halfscale.replay.probe import Probe, overflows
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Traces",
     "cost",
     "grid",
+    "mean_cost",
     "overflows",
     "propose",
     "rank",

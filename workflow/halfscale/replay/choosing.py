@@ -12,13 +12,13 @@ from halfscale.plan import PolicyChoice, canonical_json
 from halfscale.replay.engine import Replay, replay
 
 OBJECTIVE = (
-    "The predicted cost of a configuration is counted in steps: a skipped step, or one not taken "
-    "after an abort, costs 1, and an applied step that lost a share x of its non-zero gradient "
-    "elements costs x. The least mean cost over the seeds is best. Ties go to the least regret "
-    "(the mean distance of the scale from the largest safe power of two, in bits), then to the "
-    "set nearest to PyTorch's defaults. Configurations that abort or get stuck on any seed are "
-    "left out, and of those that behave alike on every seed only one is named, the nearest to the "
-    "defaults."
+    "The predicted cost of a configuration is the share of the steps that it loses: a skipped "
+    "step, or one not taken after an abort, is lost whole, and an applied step that lost a share x "
+    "of its non-zero gradient elements is lost by x. The least mean cost over workloads and seeds "
+    "is best. Ties go to the least regret (the mean distance of the scale from the largest safe "
+    "power of two, in bits), then to the set nearest to PyTorch's defaults. Configurations that "
+    "abort or get stuck anywhere are left out, and of those that behave alike everywhere only one "
+    "is named, the nearest to the defaults."
 )
 """What `rank` and `propose` do, in words for a page."""
 
@@ -32,10 +32,10 @@ class Proposal:
 
     Attributes:
         choice: The configuration.
-        index: Its row in the replay.
-        cost: Its predicted cost in steps, the mean over the probes.
-        regret: Its distance from the oracle in bits, the mean over the probes.
-        alike: The rows of the replay whose traces are the same on every probe, itself included.
+        index: Its row in the replays.
+        cost: Its predicted cost as a share of the steps, mean over workloads and seeds.
+        regret: Its distance from the oracle in bits, mean over workloads and seeds.
+        alike: The rows whose traces are the same on every probe, itself included.
     """
 
     choice: PolicyChoice
@@ -46,7 +46,7 @@ class Proposal:
 
 
 def cost(result: Replay) -> NDArray[np.float64]:
-    """The predicted cost in steps, as `OBJECTIVE` says.
+    """The predicted cost in steps, see `OBJECTIVE`.
 
     Returns:
         The cost of every configuration on every probe, shape (configurations, probes), float64.
@@ -55,25 +55,51 @@ def cost(result: Replay) -> NDArray[np.float64]:
     return result.skipped + result.lost_steps + not_taken
 
 
-def rank(result: Replay) -> list[int]:
-    """The rows of a replay from best to worst, those that abort or get stuck left out."""
-    usable = np.flatnonzero(~(result.aborted | result.stuck).any(axis=1))
-    costs = cost(result).mean(axis=1).round(_DIGITS)
-    regrets = result.regret.mean(axis=1).round(_DIGITS)
+def mean_cost(results: Sequence[Replay]) -> NDArray[np.float64]:
+    """The predicted cost as a share of the steps, mean over workloads and seeds.
+
+    Args:
+        results: The replays of the same configurations over the probes of each workload.
+
+    Returns:
+        Shape (configurations,), float64.
+    """
+    shares = [cost(result).mean(axis=1) / max(result.probes[0].steps, 1) for result in results]
+    mean: NDArray[np.float64] = np.mean(shares, axis=0)
+    return mean
+
+
+def _mean_regret(results: Sequence[Replay]) -> NDArray[np.float64]:
+    mean: NDArray[np.float64] = np.mean([one.regret.mean(axis=1) for one in results], axis=0)
+    return mean
+
+
+def rank(results: Sequence[Replay]) -> list[int]:
+    """The rows of replays from best to worst, those that abort or get stuck anywhere left out.
+
+    Args:
+        results: The replays of the same configurations over the probes of each workload.
+    """
+    choices = results[0].choices
+    fails = [(result.aborted | result.stuck).any(axis=1) for result in results]
+    usable = np.flatnonzero(~np.any(fails, axis=0))
+    costs, regrets = mean_cost(results).round(_DIGITS), _mean_regret(results).round(_DIGITS)
 
     def key(row: int) -> tuple[object, ...]:
-        choice = result.choices[row]
+        choice = choices[row]
         # The text decides last, so that the order of the choices never does.
         return costs[row], regrets[row], choice.distance, canonical_json(choice)
 
     return sorted(usable.tolist(), key=key)
 
 
-def propose(result: Replay, k: int, exclude: Iterable[PolicyChoice] = ()) -> list[Proposal]:
+def propose(
+    results: Sequence[Replay], k: int, exclude: Iterable[PolicyChoice] = ()
+) -> list[Proposal]:
     """The best configurations, each of its own behaviour.
 
     Args:
-        result: The replay to choose from.
+        results: The replays of the same configurations over the probes of each workload.
         k: How many to propose at most.
         exclude: Configurations that need no proposal, such as those a user has listed already.
             Whatever behaves like one of them is not proposed either.
@@ -86,29 +112,33 @@ def propose(result: Replay, k: int, exclude: Iterable[PolicyChoice] = ()) -> lis
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    alike: dict[bytes, list[int]] = {}
-    for row, behaviour in enumerate(_behaviours(result)):
+    behaviours, alike = _behaviours(results), dict[bytes, list[int]]()
+    for row, behaviour in enumerate(behaviours):
         alike.setdefault(behaviour, []).append(row)
-    known = set(_behaviours_of(result, list(exclude)))
+    known = set(_behaviours_of(list(exclude), results))
     proposals: list[Proposal] = []
-    costs, regrets = cost(result).mean(axis=1), result.regret.mean(axis=1)
-    for row in rank(result):
-        behaviour = result.fingerprint[row].tobytes()
-        if behaviour in known:
-            continue
-        # Those alike have equal cost and regret, so the first is the nearest to the defaults.
-        known.add(behaviour)
-        figures = float(costs[row]), float(regrets[row])
-        proposals.append(Proposal(result.choices[row], row, *figures, tuple(alike[behaviour])))
+    costs, regrets = mean_cost(results), _mean_regret(results)
+    for row in rank(results):
         if len(proposals) == k:
             break
+        behaviour = behaviours[row]
+        if behaviour not in known:
+            # Those alike have equal cost and regret, so the first is the nearest to the defaults.
+            known.add(behaviour)
+            figures = float(costs[row]), float(regrets[row])
+            rows = tuple(alike[behaviour])
+            proposals.append(Proposal(results[0].choices[row], row, *figures, rows))
     return proposals
 
 
-def _behaviours(result: Replay) -> list[bytes]:
-    return [row.tobytes() for row in result.fingerprint]
+def _behaviours(results: Sequence[Replay]) -> list[bytes]:
+    """For each configuration a text that is equal where the traces on every probe are."""
+    fingerprints = np.concatenate([result.fingerprint for result in results], axis=1)
+    return [row.tobytes() for row in fingerprints]
 
 
-def _behaviours_of(result: Replay, choices: Sequence[PolicyChoice]) -> list[bytes]:
+def _behaviours_of(choices: Sequence[PolicyChoice], results: Sequence[Replay]) -> list[bytes]:
     """How configurations behave that need not be among those replayed."""
-    return _behaviours(replay(choices, result.probes, result.epsilon)) if choices else []
+    if not choices:
+        return []
+    return _behaviours([replay(choices, result.probes, result.epsilon) for result in results])

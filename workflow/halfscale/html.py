@@ -1,0 +1,37 @@
+"""Data frames as HTML tables, everything in them escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+import pandas as pd
+from IPython.display import HTML
+
+
+def table(frame: pd.DataFrame) -> HTML:
+    """A data frame as an HTML table, every text escaped, numbers short, columns in words."""
+    head = "".join(f"<th>{escape(str(name)).replace('_', ' ')}</th>" for name in frame.columns)
+    body = "".join(f"<tr>{_row(values)}</tr>" for values in frame.itertuples(index=False))
+    rows = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return HTML(f"<div class='wide'><table>{rows}</table></div>")
+
+
+def _row(values: Iterable[Any]) -> str:
+    cells = []
+    for value in values:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        text = _cell(value)
+        kind = " class='number'" if number else " class='long'" if len(text) > 40 else ""
+        cells.append(f"<td{kind}>{escape(text)}</td>")
+    return "".join(cells)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        if math.isnan(value):
+            return ""
+        return "not reached" if math.isinf(value) else f"{value:.5g}"
+    return str(value)
