@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from halfscale.config import ConfigError, read_config
-from halfscale.plan import JobSpec, Plan
+from halfscale.plan import FOUND, JobSpec, Plan
 from halfscale.planner import build_plan
 from halfscale.proposals import PROPOSALS, ProposalError, extend_plan, recorded_digest
 
@@ -185,7 +185,8 @@ def stop_if_outdated(plan: Plan, results: Path) -> None:
         if not _is_recorded(results / spec.folder / spec.record_name)
     ]
     if _is_search_outdated(plan, results) and not _is_recorded(results / PROPOSALS):
-        outdated.append((results / PROPOSALS).parent)
+        # With the runs of what it found: under the same names another search finds other ones.
+        outdated += [(results / PROPOSALS).parent, *results.glob(f"runs/*/{FOUND}*")]
     if outdated:
         folders = sorted(set(outdated))
         names = " ".join(str(folder) for folder in folders)
@@ -200,6 +201,7 @@ def stop_if_outdated(plan: Plan, results: Path) -> None:
         and tables.read_text(encoding="utf-8").strip() != extended(plan, results).canonical_json()
         and not _is_recorded(tables)
         and all((results / job.folder / job.record_name).exists() for job in plan.jobs())
+        and (plan.search is None or recorded_digest(results) is not None)
     ):
         sys.exit(
             "halfscale: the tables belong to another configuration, and Snakemake's records of "
