@@ -60,6 +60,7 @@ def test_check_says_what_would_run(tmp_path: Path) -> None:
     assert "10 runs on cpu" in output
     assert "a, b, fp32, bf16, fp16-unscaled" in output
     assert "0, 2" in output
+    assert "beside them 2 probes, and up to 4 runs of what the search finds" in output
 
 
 def test_check_refuses_with_one_line(tmp_path: Path) -> None:

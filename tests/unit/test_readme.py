@@ -69,7 +69,7 @@ def test_the_configuration_it_shows_is_accepted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(REPOSITORY)
     shown = [yaml.safe_load(block) for block in blocks("yaml")]
     configurations = [build_plan(block).configurations for block in shown]
-    assert [len(block) for block in configurations] == [2, 3, 2]
+    assert [len(block) for block in configurations] == [2, 1, 3, 2]
 
 
 def test_files_it_names_exist() -> None:

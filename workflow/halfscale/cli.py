@@ -108,11 +108,13 @@ def check(config: Annotated[Path, typer.Argument(help="A configuration file.")])
     from halfscale.planner import build_plan
 
     plan = build_plan(read_config(config), str(config))
-    runs = list(plan.runs())
+    runs, probes = len(list(plan.runs())), len(list(plan.probes()))
     print(
-        f"{config}: {len(runs)} runs on {plan.device}: {', '.join(sorted(plan.workloads))} × "
+        f"{config}: {runs} runs on {plan.device}: {', '.join(sorted(plan.workloads))} × "
         f"{', '.join(plan.arms)} × seeds {', '.join(map(str, plan.seeds))}"
     )
+    more = plan.search.proposals * probes if plan.search else 0
+    print(f"beside them {probes} probes, and up to {more} runs of what the search finds")
 
 
 @_by_hand
