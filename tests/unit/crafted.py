@@ -224,6 +224,7 @@ class Made:
     configurations: pd.DataFrame
     exponents: pd.DataFrame
     windows: pd.DataFrame
+    probes: pd.DataFrame
     verdict: Verdict
     recommendation: dict[str, Any]
 
@@ -243,7 +244,7 @@ class Made:
     def write_tables(self, results: Path, orphans: Sequence[str] = ()) -> None:
         """Write the tables and the checks below a results folder, where the report finds them."""
         folder = results / "tables"
-        for name in ("runs", "configurations", "exponents"):
+        for name in ("runs", "configurations", "exponents", "probes"):
             write_text(folder / f"{name}.csv", getattr(self, name).to_csv(index=False))
         self.windows.to_parquet(folder / "windows.parquet")
         write_text(folder / "orphans.json", json.dumps(list(orphans)))

@@ -140,7 +140,8 @@ def test_tables_hold_what_was_measured(tables: tuple[Made, Path]) -> None:
     made, results = tables
     folder = results / "tables"
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("configurations.csv", "exponents.csv", "orphans.json", "plan.json", "runs.csv"),
+        *("configurations.csv", "exponents.csv", "orphans.json", "plan.json", "probes.csv"),
+        "runs.csv",
         *("steps.parquet", "windows.parquet"),
     ]
     pd.testing.assert_frame_equal(

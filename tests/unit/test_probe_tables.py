@@ -18,6 +18,7 @@ from halfscale.plan import Plan
 from halfscale.probe_plots import draw_exponents, draw_window
 from halfscale.probe_tables import (
     EXPONENT_COLUMNS,
+    PROBE_COLUMNS,
     WINDOW_COLUMNS,
     collect_probes,
     lost_share_of,
@@ -51,7 +52,7 @@ def test_elements_are_summed_over_the_parts_of_a_training(tmp_path: Path) -> Non
     middle = craft_step({-4: 1}, {-9: 3, None: 1})
     last = craft_step({-5: 100, None: 4}, {2: 6})
     write(tmp_path, plan, [first, first, *[middle] * 16, last, last])
-    exponents, _ = collect_probes(plan, tmp_path)
+    exponents, *_ = collect_probes(plan, tmp_path)
     assert list(exponents.columns) == list(EXPONENT_COLUMNS)
     # A tenth of 20 steps is two.
     assert elements(exponents, "start", "activation") == {-3: 10, 0: 2, None: 14}
@@ -68,7 +69,7 @@ def test_elements_are_summed_over_the_seeds_and_kept_apart_by_workload(tmp_path:
         [("binary", 0), ("binary", 3), ("digits", 0), ("digits", 3)]
     ):
         write(tmp_path, plan, [craft_step({-1: 10**factor})] * 2, name, seed)
-    exponents, windows = collect_probes(plan, tmp_path)
+    exponents, windows, _ = collect_probes(plan, tmp_path)
     binary, digits = (exponents[exponents["workload"] == name] for name in plan.workloads)
     assert elements(binary, "all", "activation") == {-1: 22, None: 0}
     assert elements(digits, "all", "activation") == {-1: 2200, None: 0}
@@ -83,7 +84,7 @@ def test_elements_are_summed_over_the_seeds_and_kept_apart_by_workload(tmp_path:
 def test_the_ends_of_the_range_are_not_lost(tmp_path: Path) -> None:
     plan = plan_of(steps=2)
     write(tmp_path, plan, [craft_step({-140: 1, 127: 2})] * 2)
-    exponents, _ = collect_probes(plan, tmp_path)
+    exponents, *_ = collect_probes(plan, tmp_path)
     assert elements(exponents, "all", "activation") == {-140: 2, 127: 4, None: 0}
 
 
@@ -98,7 +99,7 @@ def test_the_window_of_each_step(tmp_path: Path) -> None:
         craft_step({-10: 5}, largest=math.inf, largest_gradient=math.inf),
     ]
     write(tmp_path, plan, steps)
-    _, windows = collect_probes(plan, tmp_path)
+    _, windows, _ = collect_probes(plan, tmp_path)
     assert list(windows.columns) == list(WINDOW_COLUMNS)
     assert windows["step"].tolist() == [0, 1, 2, 3]
     assert windows["largest"].tolist() == [12.0, 12.0, 0.0, math.inf]
@@ -120,7 +121,7 @@ def test_a_window_may_be_empty() -> None:
 def test_the_lost_share_adds_up_both_kinds_of_tensors(tmp_path: Path) -> None:
     plan = plan_of(steps=2)
     write(tmp_path, plan, [craft_step({-30: 1, None: 50}, {-26: 1, 0: 2})] * 2)
-    exponents, _ = collect_probes(plan, tmp_path)
+    exponents, *_ = collect_probes(plan, tmp_path)
     part = exponents[exponents["part"] == "all"]
     scales = np.array([-30.0, 0.0, 1.0, 4.0, 4.0 + math.log2(4 / 3), 5.0, 40.0])
     # Zeros are not lost; at 4/3 of 2^4 the element of 2^-30 goes half.
@@ -138,7 +139,7 @@ def test_a_probe_that_ended_early_has_the_parts_it_came_to(tmp_path: Path) -> No
     plan = plan_of(steps=40)
     rows = [craft_step({step: 1}) for step in range(6)]
     write(tmp_path, plan, rows, outcome="failed")
-    exponents, windows = collect_probes(plan, tmp_path)
+    exponents, windows, _ = collect_probes(plan, tmp_path)
     assert elements(exponents, "start", "activation") == {0: 1, 1: 1, 2: 1, 3: 1, None: 0}
     assert elements(exponents, "end", "activation") == {2: 1, 3: 1, 4: 1, 5: 1, None: 0}
     assert len(windows) == 6
@@ -147,7 +148,7 @@ def test_a_probe_that_ended_early_has_the_parts_it_came_to(tmp_path: Path) -> No
 def test_a_probe_that_failed_before_its_first_step_has_no_windows(tmp_path: Path) -> None:
     plan = plan_of()
     write(tmp_path, plan, [], outcome="failed")
-    exponents, windows = collect_probes(plan, tmp_path)
+    exponents, windows, _ = collect_probes(plan, tmp_path)
     assert windows.empty
     assert list(windows.columns) == list(WINDOW_COLUMNS)
     for part in ("start", "end", "all"):
@@ -163,7 +164,7 @@ def test_a_probe_that_failed_does_not_hide_the_others(tmp_path: Path) -> None:
         write(tmp_path, plan, [], "binary", seed, "failed")
     write(tmp_path, plan, [], "digits", 0, "failed")
     write(tmp_path, plan, [craft_step({-1: 3})] * 2, "digits", 1)
-    exponents, windows = collect_probes(plan, tmp_path)
+    exponents, windows, _ = collect_probes(plan, tmp_path)
     digits = exponents[exponents["workload"] == "digits"]
     assert elements(digits, "all", "activation") == {-1: 6, None: 0}
     assert windows["seed"].tolist() == [1, 1]
@@ -189,7 +190,7 @@ def _close() -> Iterator[None]:
 
 
 def evidence_of(plan: Plan, results: Path, through_csv: bool = False) -> Evidence:
-    exponents, windows = collect_probes(plan, results)
+    exponents, windows, _ = collect_probes(plan, results)
     if through_csv:
         exponents.to_csv(results / "exponents.csv", index=False)
         windows.to_csv(results / "windows.csv", index=False)
@@ -287,3 +288,13 @@ def test_a_step_that_is_not_finite_leaves_no_usable_scale(tmp_path: Path) -> Non
     write(tmp_path, plan, [craft_step({-3: 1}), craft_step({-3: 1}, largest=math.inf)])
     _, window = draw_both(evidence_of(plan, tmp_path), tmp_path)
     assert "no one scale" in window
+
+
+def test_how_each_probe_ended_is_a_table(tmp_path: Path) -> None:
+    plan = plan_of(steps=3)
+    write(tmp_path, plan, [craft_step({0: 1})], outcome="failed")
+    _, _, probes = collect_probes(plan, tmp_path)
+    assert list(probes.columns) == list(PROBE_COLUMNS)
+    assert set(probes["outcome"]) == {"failed"}
+    assert set(probes["steps"]) == {3}
+    assert set(probes["steps_done"]) == {1}

@@ -222,12 +222,13 @@ def tables(plan: PlanOption, results: ResultsOption) -> None:
 
     checked = extend_plan(Plan.model_validate_json(plan), results)
     runs, steps = collect_runs(checked, results)
-    exponents, windows = collect_probes(checked, results)
+    exponents, windows, probes = collect_probes(checked, results)
     orphans = find_orphans(checked, results)
     folder = results / "tables"
     for name, frame in {
         "runs": runs,
         "configurations": summarise(runs),
+        "probes": probes,
         "exponents": exponents,
     }.items():
         write_text(folder / f"{name}.csv", frame.to_csv(index=False))

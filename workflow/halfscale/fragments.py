@@ -22,6 +22,7 @@ from halfscale.magnitudes import TOLERABLE_LOSS
 from halfscale.plan import is_found
 from halfscale.probe_tables import (
     EXPONENT_COLUMNS,
+    PROBE_COLUMNS,
     WINDOW_COLUMNS,
     lost_share_of,
     usable_window,
@@ -64,6 +65,7 @@ class Page:
         self.configurations = pd.read_csv(tables / "configurations.csv")
         self.exponents = pd.read_csv(tables / "exponents.csv")
         self.windows = pd.read_parquet(tables / "windows.parquet")
+        self.probes = pd.read_csv(tables / "probes.csv")
         self.orphans = json.loads((tables / "orphans.json").read_text(encoding="utf-8"))
         self.checks = pd.read_csv(self.results / "verification" / "checks.csv")
 
@@ -242,7 +244,10 @@ class Page:
                     "lost at S = 1, last tenth": f"{unscaled['end']:.1%}",
                 }
             )
-        return table(pd.DataFrame(rows)) if rows else HTML("<p>The probes recorded nothing.</p>")
+        shown = table(pd.DataFrame(rows)).data if rows else "<p>The probes recorded nothing.</p>"
+        bad = self.probes[self.probes["outcome"] != "ok"]
+        early = f"<p>Reference runs that ended early:</p>{table(bad).data}" if len(bad) else ""
+        return HTML(f"{shown}{early}")
 
     def failed_runs(self) -> HTML:
         """The runs that did not end ok, with their error texts."""
@@ -277,6 +282,8 @@ class Page:
             f"{_definitions(CONFIGURATION_COLUMNS)}</details>"
             "<details><summary>Columns of results/tables/runs.csv</summary>"
             f"{_definitions(RUN_COLUMNS)}</details>"
+            "<details><summary>Columns of results/tables/probes.csv</summary>"
+            f"{_definitions(PROBE_COLUMNS)}</details>"
             "<details><summary>Columns of results/tables/exponents.csv</summary>"
             f"{_definitions(EXPONENT_COLUMNS)}</details>"
             "<details><summary>Columns of results/tables/windows.parquet</summary>"

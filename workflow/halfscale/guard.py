@@ -26,7 +26,8 @@ OWNER = "HALFSCALE_OWNER_PID"
 
 FIGURES = ("ranking", "window", "loss", "scale", "skipped", "exponents", "sweep")
 TABLES = (
-    *("runs.csv", "configurations.csv", "steps.parquet", "exponents.csv", "windows.parquet"),
+    *("runs.csv", "configurations.csv", "steps.parquet", "probes.csv"),
+    *("exponents.csv", "windows.parquet"),
     *("orphans.json", "plan.json"),
 )
 

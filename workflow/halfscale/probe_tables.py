@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -43,27 +44,42 @@ WINDOW_COLUMNS = {
 }
 
 
-def collect_probes(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+PROBE_COLUMNS = {
+    "workload": "name of the workload",
+    "seed": "the seed",
+    "outcome": "how the reference run ended",
+    "error": "the error's text, empty if there was none",
+    "steps": "steps that were planned",
+    "steps_done": "steps that were recorded",
+}
+
+
+def collect_probes(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Read every probe of the plan.
 
     Returns:
-        Elements by exponent (`EXPONENT_COLUMNS`) and the window of each step (`WINDOW_COLUMNS`).
+        Elements by exponent (`EXPONENT_COLUMNS`), the window of each step (`WINDOW_COLUMNS`) and
+        how each probe ended (`PROBE_COLUMNS`).
 
     Raises:
         RecordError: If a probe's file is missing, damaged or belongs to another specification.
     """
     exponents: list[pd.DataFrame] = []
     windows: list[pd.DataFrame] = []
+    ends: list[dict[str, Any]] = []
     for workload in sorted(plan.workloads):
         tables = []
         for seed in plan.seeds:
-            _, table = read_probe(results, plan.probe(workload, seed))
+            spec = plan.probe(workload, seed)
+            record, table = read_probe(results, spec)
+            ends.append({**spec.model_dump(), **record.model_dump(exclude={"spec"})})
             windows.append(_window(workload, seed, table))
             tables.append(table)
         exponents.extend(_by_exponent(workload, tables, plan.workloads[workload].steps))
     return (
         pd.concat(exponents, ignore_index=True)[list(EXPONENT_COLUMNS)],
         pd.concat(windows, ignore_index=True)[list(WINDOW_COLUMNS)],
+        pd.DataFrame(ends)[list(PROBE_COLUMNS)],
     )
 
 

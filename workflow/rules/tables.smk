@@ -19,6 +19,7 @@ rule tables:
             category="Tables",
         ),
         steps="results/tables/steps.parquet",
+        probes="results/tables/probes.csv",
         exponents="results/tables/exponents.csv",
         windows="results/tables/windows.parquet",
         orphans="results/tables/orphans.json",
