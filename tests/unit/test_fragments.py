@@ -246,7 +246,7 @@ def test_the_settings_of_every_tool_are_shown_with_what_it_cannot_express(
 def test_a_reference_run_that_ended_early_is_said(contested: Made, tmp_path: Path) -> None:
     page = page_of(contested, tmp_path)
     assert "ended early" not in Reader(page.window_table()).text
-    page.probes.loc[0, ["outcome", "error"]] = ["failed", HOSTILE]
+    page.probes = page.probes.head(1).assign(outcome="failed", error=HOSTILE)
     read = Reader(page.window_table())
     assert "Reference runs that ended early" in read.text
     assert HOSTILE in read.text
