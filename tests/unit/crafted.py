@@ -134,6 +134,7 @@ def write_crafted_probe(results: Path, spec: ProbeSpec, done: int | None = None)
     row = {
         "largest": 2.0**-2 - 2.0**-10,
         "largest_gradient": 2.0**-3,
+        "batch_repeats": True,
         "activation_counts": activations.tolist(),
         "weight_counts": weights.tolist(),
         "activation_zeros": 80,

@@ -25,7 +25,7 @@ GROUND = (
     *("entry", "imported", "workload_plan", "guard", "magnitudes"),
 )
 PARTS = ("scaling", "precision", "workloads", "own")
-DOING = ("train", "steps", "verify", "faults", "machine", "tryout", "probe", "replay")
+DOING = ("train", "steps", "verify", "faults", "machine", "tryout", "probe", "batches", "replay")
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
     *("simulate", "probe_tables", "probe_plots", "evidence"),

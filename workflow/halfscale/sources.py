@@ -18,7 +18,7 @@ TRAINING = (
     *("train.py", "steps.py", "faults.py", "machine.py", "own.py", "workloads/__init__.py"),
     *("precision/*.py", "scaling/*.py", "policies/*.py"),
 )
-PROBING = (*TRAINING, "probe.py", "magnitudes.py")
+PROBING = (*TRAINING, "probe.py", "batches.py", "magnitudes.py")
 VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
 TABLES = ("tables.py", "probe_tables.py", "magnitudes.py", "records.py", "verdict.py")
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
