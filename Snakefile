@@ -23,6 +23,7 @@ if workflow.is_main_process:
     # A module's prefix goes before every relative path of a rule.
     RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
     guard.reopen_failed(PLAN, RESULTS)
+    guard.reopen_predictions(PLAN, RESULTS)
     guard.stop_if_outdated(PLAN, RESULTS)
 
 
@@ -35,6 +36,7 @@ rule all:
 include: "workflow/rules/verify.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/probe.smk"
+include: "workflow/rules/replay.smk"
 include: "workflow/rules/tables.smk"
 include: "workflow/rules/plots.smk"
 include: "workflow/rules/report.smk"

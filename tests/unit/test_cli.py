@@ -139,8 +139,8 @@ def test_tables_hold_what_was_measured(tables: tuple[Made, Path]) -> None:
     made, results = tables
     folder = results / "tables"
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("configurations.csv", "exponents.csv", "orphans.json", "plan.json", "runs.csv"),
-        *("steps.parquet", "windows.parquet"),
+        *("calibration.csv", "configurations.csv", "exponents.csv", "orphans.json", "plan.json"),
+        *("runs.csv", "steps.parquet", "windows.parquet"),
     ]
     pd.testing.assert_frame_equal(
         pd.read_csv(folder / "runs.csv")

@@ -18,17 +18,21 @@ TORCH_FREE = [
     *FAST,
     *("records", "style", "tables", "verdict", "plots", "export", "settings", "fragments"),
     *("report", "simulate", "probe_tables", "probe_plots", "evidence", "magnitudes", "replay"),
-    "cli",
+    *("predict", "calibration", "replay_plots", "replay_fragments", "cli"),
 ]
 GROUND = (
     *("config", "devices", "sources", "policies", "plan", "naming", "planner", "records"),
     *("entry", "imported", "workload_plan", "guard", "magnitudes"),
 )
 PARTS = ("scaling", "precision", "workloads", "own")
-DOING = ("train", "steps", "verify", "faults", "machine", "tryout", "probe", "batches", "replay")
+DOING = (
+    *("train", "steps", "verify", "faults", "machine", "tryout", "probe", "batches", "replay"),
+    "predict",
+)
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
-    *("simulate", "probe_tables", "probe_plots", "evidence"),
+    *("simulate", "probe_tables", "probe_plots", "evidence", "calibration", "replay_plots"),
+    "replay_fragments",
 )
 
 

@@ -192,11 +192,23 @@ def probe(
 
 
 @_job
+def predict(plan: PlanOption, results: ResultsOption) -> None:
+    """Replay every configuration of the plan over its probes and write what is predicted."""
+    from halfscale.plan import Plan
+    from halfscale.predict import write_predictions
+
+    predicted = write_predictions(Plan.model_validate_json(plan), results)
+    for name, table in predicted.items():
+        print(f"{name}: {len(table)} rows")
+
+
+@_job
 def tables(plan: PlanOption, results: ResultsOption) -> None:
     """Check and read every run of the plan and write the tables."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from halfscale.calibration import calibrate, read_replay
     from halfscale.plan import Plan
     from halfscale.probe_tables import collect_probes
     from halfscale.records import write_atomically, write_text
@@ -211,6 +223,7 @@ def tables(plan: PlanOption, results: ResultsOption) -> None:
         "runs": runs,
         "configurations": summarise(runs),
         "exponents": exponents,
+        "calibration": calibrate(runs, steps, *read_replay(results)),
     }.items():
         write_text(folder / f"{name}.csv", frame.to_csv(index=False))
     for name, frame in {"steps": steps, "windows": windows}.items():
@@ -260,8 +273,10 @@ def plots(
     import pandas as pd
 
     from halfscale.evidence import Evidence
+    from halfscale.plan import Plan
     from halfscale.plots import draw_all
 
+    plan = Plan.model_validate_json((results / "tables" / "plan.json").read_text(encoding="utf-8"))
     evidence = Evidence(
         runs=pd.read_csv(results / "tables" / "runs.csv"),
         configurations=pd.read_csv(results / "tables" / "configurations.csv"),
@@ -269,6 +284,9 @@ def plots(
         sweep=pd.read_csv(results / "verification" / "sweep.csv"),
         exponents=pd.read_csv(results / "tables" / "exponents.csv"),
         windows=pd.read_parquet(results / "tables" / "windows.parquet"),
+        calibration=pd.read_csv(results / "tables" / "calibration.csv"),
+        landscape=pd.read_csv(results / "replay" / "landscape.csv"),
+        choices=plan.configurations,
         recommendation=json.loads(recommendation.read_text(encoding="utf-8")),
     )
     draw_all(evidence, results / "plots")

@@ -20,10 +20,17 @@ TRAINING = (
 )
 PROBING = (*TRAINING, "probe.py", "batches.py", "magnitudes.py")
 VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
-TABLES = ("tables.py", "probe_tables.py", "magnitudes.py", "records.py", "verdict.py")
+PREDICTION = ("predict.py", "replay/*.py", "policies/*.py", "magnitudes.py", "records.py")
+TABLES = (
+    *("tables.py", "probe_tables.py", "calibration.py", "magnitudes.py", "records.py"),
+    "verdict.py",
+)
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
-PLOTS = ("plots.py", "probe_plots.py", "evidence.py", "style.py", "magnitudes.py")
-REPORT = ("report.py", "fragments.py")
+PLOTS = (
+    *("plots.py", "probe_plots.py", "replay_plots.py", "evidence.py", "style.py"),
+    *("calibration.py", "magnitudes.py"),
+)
+REPORT = ("report.py", "fragments.py", "replay_fragments.py", "calibration.py")
 
 
 @cache

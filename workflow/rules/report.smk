@@ -2,7 +2,7 @@ rule summary:
     input:
         tables=expand(
             "results/tables/{table}",
-            table=["runs.csv", "configurations.csv", "orphans.json"],
+            table=["runs.csv", "configurations.csv", "calibration.csv", "orphans.json"],
         ),
         checks="results/verification/checks.csv",
         figures=expand(

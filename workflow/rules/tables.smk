@@ -7,6 +7,8 @@ rule tables:
             for probe in PLAN.probes()
             for file in (probe.record_name, probe.table_name)
         ],
+        predictions="results/replay/predictions.csv",
+        predicted_steps="results/replay/traces.parquet",
     output:
         runs="results/tables/runs.csv",
         configurations=report(
@@ -17,6 +19,7 @@ rule tables:
         steps="results/tables/steps.parquet",
         exponents="results/tables/exponents.csv",
         windows="results/tables/windows.parquet",
+        calibration="results/tables/calibration.csv",
         orphans="results/tables/orphans.json",
         plan="results/tables/plan.json",
     log:
