@@ -299,7 +299,7 @@ def test_the_landscape_marks_what_lies_in_it(contested: Made, folder: Path) -> N
     assert places["PyTorch's defaults"] == (16, "*")
     # The plane of the factors is at one configuration's scale and interval.
     assert [line.get_label() for line in factors.lines] == ["default"]
-    assert "init_scale 2^16, growth_interval 20" in factors.get_title(loc="right")
+    assert "init_scale 2^16, growth_interval 20" in factors.get_xlabel()
     assert re.search(
         r"binary, init_scale × growth_interval at .*: cheapest at init_scale \S+,", text
     )

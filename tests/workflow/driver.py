@@ -34,6 +34,7 @@ device: cpu
 """
 ARMS = ("first", "second", "fp32", "bf16", "fp16-unscaled")
 READERS = frozenset({"tables", "verdict", "plots", "summary", "all"})
+PREDICTORS = READERS | {"predict"}
 TARGETS = ("reports/summary.html", "reports/recommendation.json")
 
 PROBE = "probe"

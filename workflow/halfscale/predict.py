@@ -60,8 +60,7 @@ _COUNTS = (
 
 _SCALES = [2.0**power for power in range(29)]
 _INTERVALS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
-_GROWTHS = [2.0**bits for bits in (0.125, 0.25, 0.5, 1, 1.5, 2, 3, 4)]
-_BACKOFFS = [2.0**-bits for bits in (0.125, 0.25, 0.5, 1, 1.5, 2, 3, 4)]
+_QUARTERS = [quarter / 4 for quarter in range(1, 17)]
 
 
 def predict(plan: Plan, results: Path) -> dict[str, pd.DataFrame]:
@@ -187,8 +186,8 @@ def landscape_planes(plan: Plan) -> dict[str, dict[str, list[Any]]]:
     return {
         "scale": {"init_scale": _SCALES, "growth_interval": _INTERVALS},
         "factors": {
-            "growth_factor": _GROWTHS,
-            "backoff_factor": _BACKOFFS,
+            "growth_factor": [2.0**bits for bits in _QUARTERS],
+            "backoff_factor": [2.0**-bits for bits in _QUARTERS],
             "init_scale": [scale],
             "growth_interval": [interval],
         },

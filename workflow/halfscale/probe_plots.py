@@ -178,6 +178,7 @@ def shade_usable_range(axis: Axes, windows: pd.DataFrame) -> None:
         where=medians["smallest_useful"] <= medians["largest_safe"],
         step="post",
         color=_USABLE,
+        alpha=0.6,
         linewidth=0,
         zorder=0,
         label="usable range (probe)",

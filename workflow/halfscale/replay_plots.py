@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from halfscale.calibration import TOLERANCE, describe_worst, within_tolerance
 from halfscale.evidence import Evidence, add_shared_legend
@@ -24,6 +25,7 @@ _CHEAPEST, _DEAREST = 0.003, 1.0
 _BAND = "#d7eedd"
 _POINT = 36.0
 _MOST_IN_TEXT = 40
+_MOST_TICKS = 11
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,13 @@ def _draw_costs(axis: Axes, rows: pd.DataFrame, plane: _Plane, norm: LogNorm) ->
         linewidth=0,
         rasterized=True,
     )
-    axis.set_title(plane.title(rows), loc="right", fontsize="x-small")
-    for axle, name, values in ((axis.xaxis, plane.across, across), (axis.yaxis, plane.up, up)):
-        axle.set_label_text(name)
-        ticks = values if len(values) <= 11 else values[::4]
+    axis.set_ylabel(plane.up, fontsize="small")
+    axis.set_xlabel(f"{plane.across}, at {plane.title(rows)}", fontsize="x-small")
+    for axle, values in ((axis.xaxis, across), (axis.yaxis, up)):
+        ticks = values
+        if len(values) > _MOST_TICKS:
+            whole = values[values % 1 == 0]
+            ticks = whole[:: 4 if len(whole) > _MOST_TICKS else 1]
         axle.set_ticks(ticks, labels=[_short(2.0**tick) for tick in ticks], fontsize="x-small")
     axis.grid(False)
     return drawn
@@ -190,23 +195,26 @@ def draw_calibration(evidence: Evidence) -> tuple[Figure, str]:
     most = float(figures.to_numpy().max()) + 1.5
     _draw_band(axis, most)
     styles = arm_styles(evidence.workloads)
-    width = 0.5 / max(1, len(evidence.workloads) - 1)
+    width = 0.8 / max(1, len(evidence.workloads) - 1)
     for index, workload in enumerate(evidence.workloads):
         mine = figures[compared["workload"] == workload]
-        # Side by side, since most points of all workloads lie on the same few places.
+        # Side by side, along the diagonal, since most points lie on the same few places.
         aside = (index - (len(evidence.workloads) - 1) / 2) * width
         counted = mine.value_counts().reset_index()
         axis.scatter(
             counted["skipped_steps"] + aside,
-            counted["predicted_skipped_steps"] - aside,
+            counted["predicted_skipped_steps"] + aside,
             s=_POINT * np.sqrt(counted["count"]),
             marker=styles[workload].marker,
             color=styles[workload].colour,
-            alpha=0.75,
-            linewidth=0,
+            alpha=0.8,
+            edgecolor=INK,
+            linewidth=0.4,
             label=workload,
         )
     axis.set(xlim=(-1, most), ylim=(-1, most), aspect="equal")
+    for axle in (axis.xaxis, axis.yaxis):
+        axle.set_major_locator(MaxNLocator(integer=True))
     axis.set(xlabel="skipped steps of the run", ylabel="predicted skipped steps")
     axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5), markerscale=1.2)
     return figure, _describe_calibration(compared)

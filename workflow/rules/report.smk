@@ -2,7 +2,12 @@ rule summary:
     input:
         tables=expand(
             "results/tables/{table}",
-            table=["runs.csv", "configurations.csv", "calibration.csv", "orphans.json"],
+            table=[
+                "runs.csv",
+                "configurations.csv",
+                "calibration.csv",
+                "orphans.json",
+            ],
         ),
         checks="results/verification/checks.csv",
         figures=expand(
