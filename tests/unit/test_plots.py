@@ -303,6 +303,9 @@ def test_the_landscape_marks_what_lies_in_it(contested: Made, folder: Path) -> N
     assert re.search(
         r"binary, init_scale × growth_interval at .*: cheapest at init_scale \S+,", text
     )
+    table = contested.landscape[contested.landscape["workload"] == "binary"]
+    cell = table[(table["init_scale"] == 2**10) & (table["growth_interval"] == 20)]
+    assert f"fast about {cell['cost'].iloc[0]:.3g}," in text
     assert alternative(folder, "landscape").strip() == text
 
 

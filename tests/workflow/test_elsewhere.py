@@ -24,8 +24,9 @@ use rule * from halfscale as halfscale_*
 
 
 def only_runs(bench: Bench, target: Path) -> None:
-    """Put the runs of the finished workflow, and nothing else of it, into a folder."""
-    shutil.copytree(bench.path / "results" / "runs", target / "results" / "runs")
+    """Put the runs and probes of the finished workflow, and nothing else of it, into a folder."""
+    for kind in ("runs", "probes"):
+        shutil.copytree(bench.path / "results" / kind, target / "results" / kind)
 
 
 def test_directory_elsewhere_with_the_snakefile_named(bench: Bench, tmp_path: Path) -> None:

@@ -114,6 +114,10 @@ def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
         axis.set(xlabel="step", ylabel="scale S")
         shade_usable_range(axis, evidence.windows[evidence.windows["workload"] == workload])
     add_shared_legend(figure, panels)
+    return figure, _describe_scales(evidence)
+
+
+def _describe_scales(evidence: Evidence) -> str:
     finals = evidence.configurations
     finals = finals[finals["configuration"].isin(evidence.scaled)]
     parts = [
@@ -125,7 +129,7 @@ def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
         f"{workload}: {describe_usable_range(windows)}"
         for workload, windows in evidence.windows.groupby("workload")
     ]
-    return figure, (
+    return (
         "Scale over steps; crosses mark overflows. "
         + "; ".join(parts)
         + ". Usable range by the probes, first and last step. "

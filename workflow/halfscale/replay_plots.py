@@ -70,7 +70,7 @@ def draw_landscape(evidence: Evidence) -> tuple[Figure, str]:
                 continue
             drawn = _draw_costs(axis, rows, plane, norm)
             _mark_configurations(axis, rows, plane, evidence.choices)
-            parts.append(_describe_costs(workload, rows, plane))
+            parts.append(_describe_costs(workload, rows, plane, evidence.choices))
     if drawn is not None:
         bar = figure.colorbar(drawn, ax=grid, shrink=0.5, aspect=40, pad=0.02)
         bar.set_label("predicted cost, share of the steps")
@@ -164,7 +164,9 @@ def _lies_in(choice: PolicyChoice, rows: pd.DataFrame, plane: _Plane) -> bool:
     )
 
 
-def _describe_costs(workload: str, rows: pd.DataFrame, plane: _Plane) -> str:
+def _describe_costs(
+    workload: str, rows: pd.DataFrame, plane: _Plane, choices: Mapping[str, PolicyChoice]
+) -> str:
     steps = rows["steps"].iloc[0]
     ordered = rows.sort_values("cost")
     best, worst = ordered.iloc[0], ordered.iloc[-1]
@@ -173,6 +175,10 @@ def _describe_costs(workload: str, rows: pd.DataFrame, plane: _Plane) -> str:
         f"{row['cost']:.3g} of {steps} steps"
         for word, row in (("cheapest", best), ("dearest", worst))
     ]
+    for label, choice in sorted(choices.items()):
+        if _lies_in(choice, rows, plane):
+            apart = sum(np.log2(rows[name] / choice.parameters[name]) ** 2 for name in plane.axes)
+            found.append(f"{label} about {rows['cost'].loc[apart.idxmin()]:.3g}")
     return f"{workload}, {plane.across} × {plane.up} at {plane.title(rows)}: {', '.join(found)}"
 
 
