@@ -93,11 +93,11 @@ def test_changing_the_device_reruns_every_run(bench: Bench, tmp_path: Path) -> N
     bench.environment = pretend_gpus(tmp_path / "gpus", 1)
     assert bench.plan() == NOTHING
     bench.edit("device: cpu", "device: cuda")
-    assert len(bench.plan().trains) == 5
+    assert len(bench.plan().trains) == 6
 
 
-def test_only_training_asks_for_a_gpu(empty: Bench, tmp_path: Path) -> None:
+def test_only_runs_and_probes_ask_for_a_gpu(empty: Bench, tmp_path: Path) -> None:
     empty.environment = pretend_gpus(tmp_path / "gpus", 2)
     empty.edit("device: cpu", "device: auto")
     _, asked = rule_gpus(empty)
-    assert {name for name, gpus in asked.items() if gpus != "0"} == {"train"}
+    assert {name for name, gpus in asked.items() if gpus != "0"} == {"train", "probe"}
