@@ -23,6 +23,7 @@ guard.prepare_jobs()
 if workflow.is_main_process:
     guard.clear_stale_locks()
     guard.reopen_failed(PLAN, RESULTS)
+    guard.reopen_predictions(PLAN, RESULTS)
     guard.stop_if_outdated(PLAN, RESULTS)
 
 
@@ -45,6 +46,7 @@ include: "workflow/rules/verify.smk"
 include: "workflow/rules/probe.smk"
 include: "workflow/rules/search.smk"
 include: "workflow/rules/train.smk"
+include: "workflow/rules/replay.smk"
 include: "workflow/rules/tables.smk"
 include: "workflow/rules/plots.smk"
 include: "workflow/rules/report.smk"

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 
+from halfscale import guard
 from unit.crafted import HOSTILE
 
 from .conftest import Browser
 
-FIGURES = 5
+FIGURES = len(guard.FIGURES)
 
 
 def box(browser: Browser, selector: str) -> dict[str, float]:

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from halfscale.calibration import calibrate
 from halfscale.evidence import Evidence
 from halfscale.export import build_recommendation
 from halfscale.magnitudes import BINS, LOWEST_EXPONENT
 from halfscale.plan import Plan, PolicyChoice, ProbeSpec, RunSpec
 from halfscale.planner import build_plan
+from halfscale.predict import write_predictions
 from halfscale.probe_tables import collect_probes
 from halfscale.records import (
     TRACE_SCHEMA,
@@ -136,6 +138,7 @@ def write_crafted_probe(results: Path, spec: ProbeSpec, done: int | None = None)
     row = {
         "largest": 2.0**-2 - 2.0**-10,
         "largest_gradient": 2.0**-3,
+        "batch_repeats": True,
         "activation_counts": activations.tolist(),
         "weight_counts": weights.tolist(),
         "activation_zeros": 80,
@@ -225,6 +228,8 @@ class Made:
     exponents: pd.DataFrame
     windows: pd.DataFrame
     probes: pd.DataFrame
+    calibration: pd.DataFrame
+    landscape: pd.DataFrame
     verdict: Verdict
     recommendation: dict[str, Any]
 
@@ -237,6 +242,9 @@ class Made:
             "sweep": sweep_table(),
             "exponents": self.exponents,
             "windows": self.windows,
+            "calibration": self.calibration,
+            "landscape": self.landscape,
+            "choices": self.plan.configurations,
             "recommendation": self.recommendation,
         }
         return Evidence(**{**content, **changed})
@@ -244,7 +252,7 @@ class Made:
     def write_tables(self, results: Path, orphans: Sequence[str] = ()) -> None:
         """Write the tables and the checks below a results folder, where the report finds them."""
         folder = results / "tables"
-        for name in ("runs", "configurations", "exponents", "probes"):
+        for name in ("runs", "configurations", "exponents", "probes", "calibration"):
             write_text(folder / f"{name}.csv", getattr(self, name).to_csv(index=False))
         self.windows.to_parquet(folder / "windows.parquet")
         write_text(folder / "orphans.json", json.dumps(list(orphans)))
@@ -259,8 +267,11 @@ def make(results: Path, plan: Plan, fates: Mapping[str, Fate] | None = None) -> 
     runs, steps = collect_runs(plan, results)
     verdict = decide(runs, plan.configurations)
     recommendation = build_recommendation(plan, runs, verdict)
+    replayed = write_predictions(plan, results)
+    calibration = calibrate(runs, steps, replayed["predictions"], replayed["traces"])
     tables = runs, steps, summarise(runs), *collect_probes(plan, results)
-    return Made(plan, results, *tables, verdict, recommendation)
+    predicted = calibration, replayed["landscape"]
+    return Made(plan, results, *tables, *predicted, verdict, recommendation)
 
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"

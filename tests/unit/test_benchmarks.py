@@ -31,6 +31,19 @@ def test_the_replay_benchmark_times_both_ways(capsys: pytest.CaptureFixture[str]
     assert "times faster" in printed
 
 
+@pytest.mark.usefixtures("torch_settings")
+def test_the_calibration_benchmark_trains_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark = runpy.run_path(str(BENCHMARKS / "calibration.py"))
+    benchmark["main"](["--seeds", "1", "--workloads", "binary"])
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[-1].startswith("| all | 5 | 5 (100.0%)")
+    case = benchmark["Case"]
+    cases = [case("w", "a", 0, 3, 3), case("w", "b", 1, 3, 2), case("w", "c", 2, 0, 4)]
+    assert benchmark["line"]("w", cases) == (
+        "| w | 3 | 2 (66.7%) | 1 | c, seed 2: predicted 0, had 4 |"
+    )
+
+
 @pytest.mark.parametrize("name", ["MLP 16-64-2 (binary)", "transformer (text)"])
 def test_the_recording_step_and_the_plain_one_train_alike(name: str) -> None:
     telemetry = runpy.run_path(str(BENCHMARKS / "telemetry.py"))

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from halfscale import __version__, cli, plots, sources
 from halfscale.cli import app
 from halfscale.guard import OWNER
+from halfscale.predict import write_predictions
 from halfscale.records import read_run
 from halfscale.scaling import ManualGradScaler
 
-from .crafted import Made, make, make_plan, sweep_table, tiny_spec, write_all
+from .crafted import Made, make, make_plan, sweep_table, tiny_spec, write_all, write_crafted_probe
 
 pytestmark = pytest.mark.usefixtures("torch_settings")
 
@@ -140,9 +141,8 @@ def test_tables_hold_what_was_measured(tables: tuple[Made, Path]) -> None:
     made, results = tables
     folder = results / "tables"
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("configurations.csv", "exponents.csv", "orphans.json", "plan.json", "probes.csv"),
-        "runs.csv",
-        *("steps.parquet", "windows.parquet"),
+        *("calibration.csv", "configurations.csv", "exponents.csv", "orphans.json", "plan.json"),
+        *("probes.csv", "runs.csv", "steps.parquet", "windows.parquet"),
     ]
     pd.testing.assert_frame_equal(
         pd.read_csv(folder / "runs.csv")
@@ -157,6 +157,11 @@ def test_tables_hold_what_was_measured(tables: tuple[Made, Path]) -> None:
     )
     pd.testing.assert_frame_equal(pd.read_parquet(folder / "windows.parquet"), made.windows)
     assert json.loads((folder / "orphans.json").read_text()) == ["runs/binary/gone/seed0"]
+    pd.testing.assert_frame_equal(
+        pd.read_csv(folder / "calibration.csv", dtype={"note": str}).fillna({"note": ""}),
+        made.calibration,
+        check_dtype=False,
+    )
     assert (folder / "plan.json").read_text().strip() == made.plan.canonical_json()
 
 
@@ -188,6 +193,37 @@ def test_plots_are_drawn_from_the_tables_on_the_disk(
     succeed("plots", "--results", results, "--recommendation", recommendation)
     drawn = sorted(path.name for path in (results / "plots").iterdir())
     assert drawn == ["ranking.svg", "ranking.txt", "sweep.svg", "sweep.txt"]
+
+
+def test_predict_writes_what_the_replay_says(tables: tuple[Made, Path], tmp_path: Path) -> None:
+    made, results = tables
+    for probe in made.plan.probes():
+        write_crafted_probe(tmp_path, probe)
+    output = succeed("predict", "--plan", made.plan.canonical_json(), "--results", tmp_path)
+    assert "predictions: 10 rows" in output
+    for name in ("predictions.csv", "landscape.csv", "traces.parquet"):
+        written = tmp_path / "replay" / name
+        assert written.read_bytes() == (results / "replay" / name).read_bytes(), name
+
+
+def test_a_missing_probe_stops_the_prediction_by_name(tmp_path: Path) -> None:
+    plan = make_plan(seeds=[0])
+    line = fail("predict", "--plan", plan.canonical_json(), "--results", tmp_path)
+    assert str(tmp_path / "probes/binary/seed0") in line
+    assert not (tmp_path / "replay").exists()
+
+
+def test_predictions_of_another_plan_stop_the_tables(tmp_path: Path) -> None:
+    made = make(tmp_path, make_plan({"a": {}}, seeds=[0]))
+    edited = make_plan({"a": {"init_scale": 8}}, seeds=[0])
+    write_all(tmp_path, edited)
+    line = fail("tables", "--plan", edited.canonical_json(), "--results", tmp_path)
+    assert "the predictions have none of this run: workload=binary configuration=a seed=0" in line
+    assert not (tmp_path / "tables").exists()
+    write_predictions(edited, tmp_path)
+    succeed("tables", "--plan", edited.canonical_json(), "--results", tmp_path)
+    calibration = pd.read_csv(tmp_path / "tables" / "calibration.csv")
+    assert len(calibration) == len(made.calibration) == 1
 
 
 def test_a_damaged_run_stops_the_tables_by_name(tmp_path: Path) -> None:

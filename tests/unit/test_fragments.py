@@ -22,7 +22,10 @@ from halfscale.verdict import RULE
 from .crafted import HOSTILE, Made, checks_table
 
 PIXEL = "<svg xmlns='http://www.w3.org/2000/svg' width='1' height='1'/>"
-FIGURES = ("ranking", "window", "loss", "scale", "skipped", "exponents", "sweep")
+FIGURES = (
+    *("ranking", "window", "landscape", "calibration", "loss", "scale", "skipped", "exponents"),
+    "sweep",
+)
 
 
 class Reader(HTMLParser):

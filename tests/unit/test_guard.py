@@ -20,6 +20,7 @@ from filelock import FileLock
 from halfscale import guard
 from halfscale.plan import Plan
 from halfscale.planner import build_plan
+from halfscale.predict import write_predictions
 
 from .crafted import make_plan, write_all
 
@@ -283,6 +284,35 @@ def test_jobs_find_this_interpreter_and_this_package_and_know_their_owner(
     assert int(os.environ[guard.OWNER]) == os.getpid()
 
 
+def test_predictions_of_another_plan_are_made_again_where_no_records_are_kept(folder: Path) -> None:
+    plan = make_plan({"a": {}}, seeds=[0])
+    results = Path("results")
+    guard.reopen_predictions(plan, results)
+    write_all(results, plan)
+    write_predictions(plan, results)
+    path = results / "replay" / "predictions.csv"
+    mark = folder / ".snakemake" / "incomplete" / guard._record_name(path)
+    guard.reopen_predictions(plan, results)
+    assert not mark.exists()
+    edited = make_plan({"a": {"init_scale": 8}}, seeds=[0])
+    record = folder / ".snakemake" / "metadata" / mark.name
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    guard.reopen_predictions(edited, results)
+    assert not mark.exists()  # Snakemake knows by itself
+    record.unlink()
+    guard.reopen_predictions(edited, results)
+    assert mark.exists()
+
+
+def test_predictions_that_cannot_be_read_are_left_to_their_readers(folder: Path) -> None:
+    for content in (b"", b"x,y\n1,2\n", b"\xff\xfe"):
+        path = folder / "results" / "replay" / "predictions.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        guard.reopen_predictions(make_plan(), Path("results"))
+
+
 def test_the_figures_that_are_asked_for_are_those_that_are_drawn() -> None:
     from halfscale.plots import FIGURES
 
@@ -300,3 +330,4 @@ def test_every_file_of_every_run_is_a_target() -> None:
         assert f"results/probes/binary/seed{seed}/probe.json" in targets
         assert f"results/probes/binary/seed{seed}/probe.parquet" in targets
     assert "reports/summary.html" in targets
+    assert {f"results/replay/{file}" for file in guard.REPLAY} <= set(targets)

@@ -17,11 +17,18 @@ FAST = [
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
     *("simulate", "probe_tables", "probe_plots", "evidence", "search_fragments", "html"),
+    *("calibration", "replay_plots", "replay_fragments"),
 )
-TORCH_FREE = [*FAST, "records", "magnitudes", *READING, "replay", "search", "cli"]
+TORCH_FREE = [
+    *(*FAST, "records", "magnitudes", *READING),
+    *("replay", "search", "predict", "cli"),
+]
 GROUND = (*FAST, "records", "magnitudes")
 PARTS = ("scaling", "precision", "workloads", "own")
-DOING = ("train", "steps", "verify", "faults", "machine", "tryout", "probe", "replay", "search")
+DOING = (
+    *("train", "steps", "verify", "faults", "machine", "tryout", "probe", "batches", "replay"),
+    *("search", "predict"),
+)
 
 
 @pytest.fixture(scope="module")

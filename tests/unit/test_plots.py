@@ -13,10 +13,13 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from halfscale.plots import (
     FIGURES,
     draw_all,
+    draw_calibration,
+    draw_landscape,
     draw_loss,
     draw_ranking,
     draw_scale,
@@ -46,7 +49,10 @@ def alternative(folder: Path, name: str) -> str:
 
 
 def test_every_figure_has_a_picture_and_a_text(folder: Path) -> None:
-    names = {"ranking", "window", "loss", "scale", "skipped", "exponents", "sweep"}
+    names = {
+        *("ranking", "window", "landscape", "calibration", "loss", "scale", "skipped"),
+        *("exponents", "sweep"),
+    }
     assert set(FIGURES) == names
     expected = {f"{name}.{kind}" for name in names for kind in ("svg", "txt")}
     assert {path.name for path in folder.iterdir()} == expected
@@ -118,8 +124,11 @@ def test_the_text_of_the_sweep_states_the_limit(folder: Path) -> None:
 
 def legend_colours(figure: Figure) -> dict[str, str]:
     legend = figure.legends[0]
-    handles = zip(legend.get_texts(), legend.legend_handles, strict=True)
-    return {text.get_text(): to_hex(handle.get_color()) for text, handle in handles}  # type: ignore[union-attr]
+    return {
+        text.get_text(): to_hex(handle.get_color())
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+        if isinstance(handle, Line2D)
+    }
 
 
 def ranking_colours(figure: Figure) -> dict[str, str]:
@@ -218,6 +227,8 @@ def test_runs_that_all_failed_before_their_first_step_are_drawn(
         steps=evidence.steps.iloc[:0],
         exponents=evidence.exponents.iloc[:0],
         windows=evidence.windows.iloc[:0],
+        calibration=evidence.calibration.assign(compared_steps=0),
+        landscape=evidence.landscape.iloc[:0],
         recommendation={**verdict, "scores": {}, "winning_set": [], "recommended": None},
     )
     for name, draw in FIGURES.items():
@@ -246,3 +257,84 @@ def test_a_sweep_read_back_from_the_disk_is_drawn(contested: Made, tmp_path: Pat
     evidence = contested.evidence()
     again = contested.evidence(sweep=pd.read_csv(tmp_path / "sweep.csv"))
     assert draw_sweep(again)[1] == draw_sweep(evidence)[1]
+
+
+def test_the_usable_range_is_shaded_and_said(contested: Made, folder: Path) -> None:
+    text = alternative(folder, "scale")
+    # The crafted probes: elements of 2^-30 to 2^-3 and a largest of just below 2^-2, every step.
+    low, high = contested.windows[["smallest_useful", "largest_safe"]].iloc[0]
+    assert f"binary: 2^{low:g} to 2^{high:g} and 2^{low:g} to 2^{high:g};" in text
+    figure, _ = draw_scale(contested.evidence())
+    (band,) = figure.axes[0].collections
+    heights = np.log2(np.asarray(band.get_paths()[0].vertices)[:, 1])
+    assert (heights.min(), heights.max()) == (low, high)
+    assert "usable range (probe)" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_a_usable_range_far_from_the_scales_does_not_hide_them(contested: Made) -> None:
+    far = contested.windows.assign(smallest_useful=-np.inf, largest_safe=100.0)
+    figure, text = draw_scale(contested.evidence(windows=far))
+    low, high = np.log2(figure.axes[0].get_ylim())
+    assert low > -6
+    assert high < 30
+    assert "every scale" in text
+
+
+def test_no_usable_range_is_said(contested: Made) -> None:
+    none = contested.windows.assign(smallest_useful=9.0, largest_safe=3.0)
+    assert "binary: none and none" in draw_scale(contested.evidence(windows=none))[1]
+
+
+def test_the_landscape_marks_what_lies_in_it(contested: Made, folder: Path) -> None:
+    figure, text = draw_landscape(contested.evidence())
+    scale, factors = figure.axes[:2]
+    # All configurations have PyTorch's factors.
+    expected = {*contested.plan.configurations, "PyTorch's defaults"}
+    assert {line.get_label() for line in scale.lines} == expected
+    places = {
+        line.get_label(): (float(np.asarray(line.get_xdata())[0]), line.get_marker())
+        for line in scale.lines
+    }
+    assert places["fast"][0] == 10
+    assert places["PyTorch's defaults"] == (16, "*")
+    # The plane of the factors is at one configuration's scale and interval.
+    assert [line.get_label() for line in factors.lines] == ["default"]
+    assert "init_scale 2^16, growth_interval 20" in factors.get_xlabel()
+    assert re.search(
+        r"binary, init_scale × growth_interval at .*: cheapest at init_scale \S+,", text
+    )
+    table = contested.landscape[contested.landscape["workload"] == "binary"]
+    cell = table[(table["init_scale"] == 2**10) & (table["growth_interval"] == 20)]
+    assert f"fast about {cell['cost'].iloc[0]:.3g}," in text
+    assert alternative(folder, "landscape").strip() == text
+
+
+def test_costs_are_drawn_as_shares_of_the_steps(contested: Made) -> None:
+    figure, _ = draw_landscape(contested.evidence())
+    drawn = figure.axes[0].collections[0].get_array()
+    table = contested.landscape
+    mine = table[(table["workload"] == "binary") & (table["plane"] == "scale")]
+    assert drawn is not None
+    assert drawn.max() == pytest.approx(mine["cost"].max() / 100)
+    assert drawn.min() == pytest.approx(mine["cost"].min() / 100)
+
+
+def test_every_prediction_is_a_point_and_the_misses_are_named(
+    contested: Made, folder: Path
+) -> None:
+    table = contested.calibration
+    compared = table[table["compared_steps"] > 0]
+    figure, text = draw_calibration(contested.evidence())
+    sizes = [
+        size for points in figure.axes[0].collections[1:] for size in points.get_sizes().tolist()
+    ]
+    assert sum((size / 36) ** 2 for size in sizes) == pytest.approx(len(compared))
+    within = (compared["difference"].abs() <= 1).sum()
+    assert f"{within} of {len(compared)} runs within 1 step" in text
+    missed = compared[compared["difference"].abs() > 1]
+    assert len(missed)
+    for row in missed.to_dict("records"):
+        name = f"{row['workload']}, {row['configuration']}, seed {row['seed']}"
+        figures = f"predicted {row['predicted_skipped_steps']}, had {row['skipped_steps']}"
+        assert f"{name}: {figures}" in text
+    assert alternative(folder, "calibration").strip() == text

@@ -25,11 +25,13 @@ each_policy = pytest.mark.parametrize("name", POLICIES)
 EPSILON = 0.0123  # no share of so few elements equals it
 
 
-def probe_from(largest: list[float], counts: list[list[int]] | None = None) -> Probe:
+def probe_from(
+    largest: list[float], counts: list[list[int]] | None = None, same_batch: bool = False
+) -> Probe:
     """A probe with these largest magnitudes; the parameters' gradients are half as large."""
     magnitudes = np.array(largest, dtype=np.float64)
     rows = np.array(counts) if counts else np.zeros((len(largest), BINS))
-    return Probe(magnitudes, magnitudes / 2, rows)
+    return Probe(magnitudes, magnitudes / 2, rows, same_batch)
 
 
 # --- strategies -----------------------------------------------------------------------------
@@ -51,7 +53,8 @@ histograms = st.lists(st.tuples(st.integers(-50, 20), st.integers(1, 9)), max_si
 def probes(draw: st.DrawFn) -> Probe:
     largest = draw(sequences)
     rows = [counts_at(*pairs) for pairs in draw(st.lists(histograms, min_size=1, max_size=3))]
-    return probe_from(largest, [rows[step % len(rows)] for step in range(len(largest))])
+    counts = [rows[step % len(rows)] for step in range(len(largest))]
+    return probe_from(largest, counts, draw(st.booleans()))
 
 
 # --- the reference: plain Python, one configuration, one step after the other -------------------
@@ -73,19 +76,24 @@ def bits(scale: float) -> float:
 
 def reference(choice: PolicyChoice, probe: Probe) -> dict[str, Any]:
     policy = choice.make()
-    scales, skips, aborted = [], [], False
-    for largest, gradient in zip(probe.largest, probe.largest_gradient, strict=True):
+    scales: list[float] = []
+    skips: list[bool] = []
+    met: list[int] = []
+    aborted = False
+    while len(met) < probe.steps:
+        met.append(skips.count(False) if probe.same_batch else len(met))
         scales.append(policy.scale)
-        product = float(scales[-1]) * float(largest)
+        product = float(scales[-1]) * float(probe.largest[met[-1]])
         skips.append(not product < 65520)
         try:
-            policy.update(skips[-1], largest_gradient=float(gradient))
+            gradient = float(probe.largest_gradient[met[-1]])
+            policy.update(skips[-1], largest_gradient=gradient)
         except FloorReached:
             aborted = True
             break
-    rows = zip(scales, skips, probe.counts.tolist(), strict=False)
+    rows = zip(scales, skips, probe.counts[met].tolist(), strict=True)
     lost = [lost_exactly(scale, row) for scale, skip, row in rows if not skip]
-    safe = probe.largest_safe_scale().tolist()
+    safe = probe.largest_safe_scale()[met].tolist()
     apart = [abs(bits(a) - bits(b)) for a, b in zip(scales, safe, strict=False) if 0 < b < math.inf]
     after = [*scales, policy.scale][1:]
     text = "".join("X" if skip else "F" for skip in skips)
@@ -171,7 +179,7 @@ EXTREMES = {
 def test_every_measure_is_that_of_the_state_machine_at_the_extremes(
     name: str, largest: list[float]
 ) -> None:
-    probe = probe_from(largest, [counts_at((-30, 3), (0, 1))] * len(largest))
+    counts = [counts_at((-30, 3), (0, 1))] * len(largest)
     has = POLICIES[name].parameters()
     quick = {
         "growth_interval": 1,
@@ -184,7 +192,9 @@ def test_every_measure_is_that_of_the_state_machine_at_the_extremes(
         PolicyChoice.of(name, **{key: quick[key] for key in keys if key in has})
         for keys in ([], [*quick], ["growth_interval"], ["growth_interval", "growth_factor"])
     ]
-    assert measured(choices, probe) == [reference(choice, probe) for choice in choices]
+    for same_batch in (False, True):
+        probe = probe_from(largest, counts, same_batch)
+        assert measured(choices, probe) == [reference(choice, probe) for choice in choices]
 
 
 @pytest.mark.parametrize(
@@ -217,15 +227,16 @@ def test_scales_reach_zero_and_infinity_in_a_replay() -> None:
     assert replay([eager], [calm]).stuck[0, 0]
 
 
-def wandering_probe(steps: int, seed: int) -> Probe:
+def wandering_probe(steps: int, seed: int, same_batch: bool = False) -> Probe:
     random = np.random.default_rng(seed)
     exponents = np.cumsum(random.normal(0, 0.7, steps)) % 14 - 7
     rows = [counts_at((int(e) - 14, 40), (int(e) - 12, 90), (int(e), 3)) for e in exponents]
-    return probe_from((2.0**exponents).tolist(), rows)
+    return probe_from((2.0**exponents).tolist(), rows, same_batch)
 
 
-def test_the_whole_default_grid_equals_the_state_machines() -> None:
-    probe = wandering_probe(120, 0)
+@pytest.mark.parametrize("same_batch", [False, True])
+def test_the_whole_default_grid_equals_the_state_machines(same_batch: bool) -> None:
+    probe = wandering_probe(120, 0, same_batch)
     choices = grid(steps=120)
     assert len(choices) == 13 * 3 * 3 * 6
     sample = choices[::29]
@@ -290,6 +301,26 @@ def test_every_measure_on_a_run_worked_by_hand() -> None:
     assert np.log2(traces.scale).tolist() == [17, 16, 15, 15, 16, 15, 14]
     assert traces.overflow.tolist() == [True, True, False, False, True, True, False]
     assert (traces.final_scale, traces.ended) == (2.0**14, None)
+
+
+def test_with_the_same_batch_a_skipped_step_is_met_again() -> None:
+    # From 2^17 with an interval of 2; the oracle is 2^15 at 1 and 2^13 at 4.
+    #   step      0     1     2     3     4     5     6
+    #   row       0     0     0     1     1     1     2
+    #   largest   1     1     1     4     4     4     2
+    #   scale    2^17  2^16  2^15  2^15  2^14  2^13  2^13
+    #   overflow  X     X     F     X     X     F     F       then 2^14
+    largest = [1.0, 4, 2, 1, 1, 1, 1]
+    choice = PolicyChoice.of("torch", init_scale=2**17, growth_interval=2)
+    probe = probe_from(largest, same_batch=True)
+    traces = replay_traces(choice, probe)
+    assert np.log2(traces.scale).tolist() == [17, 16, 15, 15, 14, 13, 13]
+    assert np.flatnonzero(traces.overflow).tolist() == [0, 1, 3, 4]
+    assert traces.final_scale == 2.0**14
+    result = replay([choice], [probe])
+    assert result.regret[0, 0] == (2 + 1 + 0 + 2 + 1 + 0 + 1) / 7
+    # With other batches the largest magnitude of 4 is that of step 1, whatever was skipped.
+    assert np.flatnonzero(replay_traces(choice, probe_from(largest)).overflow).tolist() == [0, 1, 2]
 
 
 def test_an_abort_ends_the_counting() -> None:

@@ -6,11 +6,13 @@ import math
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfscale.magnitudes import BINS, LOWEST_EXPONENT
+from halfscale.records import PROBE_SCHEMA
 from halfscale.replay import Probe, overflows
 
 
@@ -149,3 +151,22 @@ def test_a_probe_keeps_its_own_read_only_copies() -> None:
     assert probe.largest[0] == 1
     with pytest.raises(ValueError, match="read-only"):
         probe.largest[0] = 5
+
+
+def test_a_probe_whose_gradients_are_not_finite_has_no_scale_for_that_step() -> None:
+    empty = [[0] * BINS] * 4
+    columns = {
+        "step": range(4),
+        "loss": [1.0] * 4,
+        "largest": [1.0, math.inf, 2.0, 0.0],
+        "largest_gradient": [0.5, math.nan, math.inf, 0.0],
+        "batch_repeats": [False, True, True, False],
+        "activation_counts": empty,
+        "weight_counts": empty,
+        "activation_zeros": [0] * 4,
+        "weight_zeros": [0] * 4,
+    }
+    probe = Probe.of(pa.table({key: list(value) for key, value in columns.items()}, PROBE_SCHEMA))
+    assert probe.largest.tolist() == [1, math.inf, math.inf, 0]
+    assert probe.largest_safe_scale().tolist() == [2.0**15, 0, 0, math.inf]
+    assert not probe.same_batch

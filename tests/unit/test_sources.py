@@ -13,7 +13,10 @@ from halfscale import sources
 
 PATTERNS = {
     name: getattr(sources, name)
-    for name in ("TRAINING", "PROBING", "VERIFICATION", "TABLES", "VERDICT", "PLOTS", "REPORT")
+    for name in (
+        *("TRAINING", "PROBING", "PREDICTION", "VERIFICATION", "TABLES", "VERDICT", "PLOTS"),
+        "REPORT",
+    )
 }
 FILES = sorted(
     path.relative_to(sources.PACKAGE).as_posix() for path in sources.PACKAGE.rglob("*.py")

@@ -36,6 +36,7 @@ search: off
 CONTROLS = ("fp32", "bf16", "fp16-unscaled")
 ARMS = ("first", "second", *CONTROLS)
 READERS = frozenset({"tables", "verdict", "plots", "summary", "all"})
+PREDICTORS = READERS | {"predict"}
 TARGETS = ("reports/summary.html", "reports/recommendation.json")
 
 PROBE = "probe"

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from .driver import CONFIG, NOTHING, READERS, TARGETS, Bench, Planned, trains
+from .driver import CONFIG, NOTHING, PREDICTORS, TARGETS, Bench, Planned, trains
 
 MODULE = """\
 configfile: "outer.yaml"
@@ -35,7 +35,7 @@ def test_directory_elsewhere_with_the_snakefile_named(bench: Bench, tmp_path: Pa
     arguments = ("-s", str(bench.source / "Snakefile"), "--directory", "../work")
     assert bench.plan(*arguments, cwd=caller) == NOTHING
     bench.edit("256", "128")
-    assert bench.plan(*arguments, cwd=caller) == Planned(trains("second"), READERS | {"train"})
+    assert bench.plan(*arguments, cwd=caller) == Planned(trains("second"), PREDICTORS | {"train"})
     run = "results/runs/binary/second/seed0/run.json"
     finished = bench.snakemake(*arguments, run, cwd=caller)
     assert finished.code == 0, finished.text
@@ -63,7 +63,7 @@ def test_a_folder_with_spaces_quotes_and_other_letters(bench: Bench, tmp_path: P
     (work / "config.yaml").write_text(CONFIG, encoding="utf-8")
     there = Bench(work, odd / 'the "clone"')
     there.forget_runs("second")
-    assert there.plan() == Planned(trains("second"), READERS | {"train", "verify"})
+    assert there.plan() == Planned(trains("second"), PREDICTORS | {"train", "verify"})
     there.make()
     assert all((work / target).stat().st_size for target in TARGETS)
     assert there.plan() == NOTHING

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .driver import ARMS, NOTHING, PROBE, READERS, REPOSITORY, Bench, Planned, trains
+from .driver import ARMS, NOTHING, PREDICTORS, PROBE, REPOSITORY, Bench, Planned, trains
 
 MODEL = """\
 import torch
@@ -50,7 +50,7 @@ def own(bench: Bench) -> Bench:
         (models / name).parent.mkdir(parents=True, exist_ok=True)
         (models / name).write_text(text, encoding="utf-8")
     bench.edit("device:", '  mine: {entry: "models/net.py:build", steps: 5}\ndevice:')
-    assert bench.plan() == Planned(OWN, READERS | {"train", "probe"})
+    assert bench.plan() == Planned(OWN, PREDICTORS | {"train", "probe"})
     bench.make()
     assert bench.plan() == NOTHING
     return bench
@@ -64,7 +64,7 @@ def test_it_trains_and_an_edit_reruns_its_runs_and_the_readers(own: Bench) -> No
     page = (own.path / "reports/summary.html").read_text(encoding="utf-8")
     assert "mine" in page
 
-    rerun = Planned(OWN, READERS | {"train", "probe"})
+    rerun = Planned(OWN, PREDICTORS | {"train", "probe"})
     for file in ("net.py", "sizes.py", "parts/__init__.py", "parts/width.py"):
         path = own.path / "models" / file
         before = path.read_bytes()

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .driver import ARMS, NOTHING, PROBE, READERS, Bench, Planned, mend_command, trains
+from .driver import (
+    ARMS,
+    NOTHING,
+    PREDICTORS,
+    PROBE,
+    READERS,
+    Bench,
+    Planned,
+    mend_command,
+    trains,
+)
 
 FIRST = "first: {init_scale: 65536, growth_factor: 2, backoff_factor: 0.5, growth_interval: 3}"
 SECOND = "second: {init_scale: 256, growth_factor: 2, backoff_factor: 0.25, growth_interval: 1}"
@@ -117,7 +127,7 @@ def test_one_field_reruns_its_configuration_and_the_readers(
     bench: Bench, old: str, new: str
 ) -> None:
     bench.edit(old, new)
-    assert bench.plan() == Planned(trains("second"), READERS | {"train"})
+    assert bench.plan() == Planned(trains("second"), PREDICTORS | {"train"})
 
 
 def test_swapped_values_within_a_configuration_rerun_it(bench: Bench) -> None:
@@ -125,49 +135,49 @@ def test_swapped_values_within_a_configuration_rerun_it(bench: Bench) -> None:
         FIRST,
         "first: {init_scale: 65536, growth_factor: 3, backoff_factor: 0.5, growth_interval: 2}",
     )
-    assert bench.plan() == Planned(trains("first"), READERS | {"train"})
+    assert bench.plan() == Planned(trains("first"), PREDICTORS | {"train"})
 
 
 def test_values_swapped_between_configurations_rerun_both(bench: Bench) -> None:
     bench.edit("65536", "swapped")
     bench.edit("256", "65536")
     bench.edit("swapped", "256")
-    assert bench.plan() == Planned(trains("first", "second"), READERS | {"train"})
+    assert bench.plan() == Planned(trains("first", "second"), PREDICTORS | {"train"})
 
 
 def test_swapped_names_rerun_both(bench: Bench) -> None:
     bench.edit(FIRST, FIRST.replace("first", "renamed"))
     bench.edit(SECOND, SECOND.replace("second", "first"))
     bench.edit("renamed", "second")
-    assert bench.plan() == Planned(trains("first", "second"), READERS | {"train"})
+    assert bench.plan() == Planned(trains("first", "second"), PREDICTORS | {"train"})
 
 
 def test_a_new_configuration_runs_alone(bench: Bench) -> None:
     bench.edit("seeds:", "  third: {init_scale: 1024}\nseeds:")
-    assert bench.plan() == Planned(trains("third"), READERS | {"train"})
+    assert bench.plan() == Planned(trains("third"), PREDICTORS | {"train"})
 
 
 def test_a_new_seed_runs_alone(bench: Bench) -> None:
     bench.edit("seeds: [0]", "seeds: [7, 0]")
-    assert bench.plan() == Planned(trains(*ARMS, PROBE, seed=7), READERS | {"train", "probe"})
+    assert bench.plan() == Planned(trains(*ARMS, PROBE, seed=7), PREDICTORS | {"train", "probe"})
 
 
 def test_a_new_workload_runs_alone(bench: Bench) -> None:
     bench.edit("device:", "  digits: {steps: 5}\ndevice:")
     expected = trains(*ARMS, PROBE, workload="digits")
-    assert bench.plan() == Planned(expected, READERS | {"train", "probe"})
+    assert bench.plan() == Planned(expected, PREDICTORS | {"train", "probe"})
 
 
 def test_a_parameter_of_a_workload_reruns_all_its_runs(bench: Bench) -> None:
     bench.edit("steps: 5", "steps: 5, hidden: 32")
-    assert bench.plan() == Planned(trains(*ARMS, PROBE), READERS | {"train", "probe"})
+    assert bench.plan() == Planned(trains(*ARMS, PROBE), PREDICTORS | {"train", "probe"})
 
 
 def test_a_removed_configuration_reruns_the_readers_and_is_listed_as_an_orphan(
     bench: Bench,
 ) -> None:
     bench.edit(f"  {SECOND}\n", "")
-    assert bench.plan() == Planned(frozenset(), READERS)
+    assert bench.plan() == Planned(frozenset(), PREDICTORS)
     bench.make()
     orphans = json.loads((bench.path / "results/tables/orphans.json").read_text(encoding="utf-8"))
     assert orphans == ["runs/binary/second/seed0"]
@@ -180,17 +190,23 @@ def test_a_removed_configuration_reruns_the_readers_and_is_listed_as_an_orphan(
 @pytest.mark.parametrize(
     ("file", "runs", "rules"),
     [
-        ("scaling/manual.py", (*ARMS, PROBE), {"verify", "train", "probe"} | READERS),
-        ("scaling/__init__.py", (*ARMS, PROBE), {"verify", "train", "probe"} | READERS),
-        ("precision/choice.py", (*ARMS, PROBE), {"verify", "train", "probe"} | READERS),
-        ("train.py", (*ARMS, PROBE), {"train", "probe"} | READERS),
-        ("workloads/binary.py", (*ARMS, PROBE), {"train", "probe"} | READERS),
-        ("probe.py", (PROBE,), {"probe"} | READERS),
+        ("scaling/manual.py", (*ARMS, PROBE), {"verify", "train", "probe"} | PREDICTORS),
+        ("scaling/__init__.py", (*ARMS, PROBE), {"verify", "train", "probe"} | PREDICTORS),
+        ("precision/choice.py", (*ARMS, PROBE), {"verify", "train", "probe"} | PREDICTORS),
+        ("train.py", (*ARMS, PROBE), {"train", "probe"} | PREDICTORS),
+        ("workloads/binary.py", (*ARMS, PROBE), {"train", "probe"} | PREDICTORS),
+        ("probe.py", (PROBE,), {"probe"} | PREDICTORS),
         ("workloads/digits.py", (), set()),
         ("verify.py", (), {"verify", "plots", "summary", "all"}),
         ("tables.py", (), READERS),
         ("probe_tables.py", (), READERS),
         ("verdict.py", (), READERS),
+        ("predict.py", (), PREDICTORS),
+        ("replay/engine.py", (), PREDICTORS),
+        ("replay/grid.py", (), PREDICTORS),
+        ("calibration.py", (), READERS),
+        ("replay_plots.py", (), {"plots", "summary", "all"}),
+        ("replay_fragments.py", (), {"summary", "all"}),
         ("plots.py", (), {"plots", "summary", "all"}),
         ("probe_plots.py", (), {"plots", "summary", "all"}),
         ("style.py", (), {"plots", "summary", "all"}),
@@ -230,7 +246,7 @@ def test_a_deleted_run_file_reruns_that_run_and_the_readers(bench: Bench, file: 
 @pytest.mark.parametrize("file", ["probe.json", "probe.parquet"])
 def test_a_deleted_probe_file_reruns_that_probe_and_the_readers(bench: Bench, file: str) -> None:
     (bench.path / "results" / "probes" / "binary" / "seed0" / file).unlink()
-    assert bench.plan() == Planned(trains(PROBE), READERS | {"probe"})
+    assert bench.plan() == Planned(trains(PROBE), PREDICTORS | {"probe"})
 
 
 def test_a_deleted_table_or_figure_is_made_again(bench: Bench) -> None:
@@ -238,6 +254,8 @@ def test_a_deleted_table_or_figure_is_made_again(bench: Bench) -> None:
     assert bench.plan().rules == {"plots", "summary", "all"}
     (bench.path / "results/tables/runs.csv").unlink()
     assert bench.plan() == Planned(frozenset(), READERS)
+    (bench.path / "results/replay/landscape.csv").unlink()
+    assert bench.plan() == Planned(frozenset(), PREDICTORS)
 
 
 def test_without_records_and_without_an_edit_nothing_reruns(bench: Bench) -> None:
@@ -255,7 +273,7 @@ def test_without_records_an_edit_stops_and_the_mend_command_helps(bench: Bench) 
     mend = mend_command(complaint)
     assert mend == ["rm", "-r", "results/runs/binary/first"]
     subprocess.run(mend, cwd=bench.path, check=True)
-    assert bench.plan() == Planned(trains("first"), READERS | {"train"})
+    assert bench.plan() == Planned(trains("first"), PREDICTORS | {"train"})
     bench.make("results/runs/binary/first/seed0/run.json", "results/tables/runs.csv")
     after = bench.table().set_index("configuration")["digest"]
     assert list(after.index[after != before]) == ["first"]
@@ -268,13 +286,13 @@ def test_without_records_a_removed_configuration_never_leaves_stale_tables(bench
     assert stopped.code != 0
     (complaint,) = stopped.complaints
     subprocess.run(mend_command(complaint), cwd=bench.path, check=True)
-    assert bench.plan() == Planned(frozenset(), READERS)
+    assert bench.plan() == Planned(frozenset(), PREDICTORS)
 
 
 def test_without_records_a_new_configuration_runs_alone(bench: Bench) -> None:
     shutil.rmtree(bench.path / ".snakemake")
     bench.edit("seeds:", "  third: {init_scale: 1024}\nseeds:")
-    assert bench.plan() == Planned(trains("third"), READERS | {"train"})
+    assert bench.plan() == Planned(trains("third"), PREDICTORS | {"train"})
 
 
 def test_a_finished_folder_can_be_moved(bench: Bench, tmp_path: Path) -> None:

@@ -209,11 +209,25 @@ def search(plan: PlanOption, results: ResultsOption) -> None:
 
 
 @_job
+def predict(plan: PlanOption, results: ResultsOption) -> None:
+    """Replay every configuration of the plan over its probes and write what is predicted."""
+    from halfscale.plan import Plan
+    from halfscale.predict import write_predictions
+    from halfscale.proposals import extend_plan
+
+    whole = extend_plan(Plan.model_validate_json(plan), results)
+    predicted = write_predictions(whole, results)
+    for name, table in predicted.items():
+        print(f"{name}: {len(table)} rows")
+
+
+@_job
 def tables(plan: PlanOption, results: ResultsOption) -> None:
     """Check and read every run of the plan and write the tables."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from halfscale.calibration import calibrate, read_replay
     from halfscale.plan import Plan
     from halfscale.probe_tables import collect_probes
     from halfscale.proposals import extend_plan
@@ -230,6 +244,7 @@ def tables(plan: PlanOption, results: ResultsOption) -> None:
         "configurations": summarise(runs),
         "probes": probes,
         "exponents": exponents,
+        "calibration": calibrate(runs, steps, *read_replay(results)),
     }.items():
         write_text(folder / f"{name}.csv", frame.to_csv(index=False))
     for name, frame in {"steps": steps, "windows": windows}.items():
@@ -279,8 +294,10 @@ def plots(
     import pandas as pd
 
     from halfscale.evidence import Evidence
+    from halfscale.plan import Plan
     from halfscale.plots import draw_all
 
+    plan = Plan.model_validate_json((results / "tables" / "plan.json").read_text(encoding="utf-8"))
     evidence = Evidence(
         runs=pd.read_csv(results / "tables" / "runs.csv"),
         configurations=pd.read_csv(results / "tables" / "configurations.csv"),
@@ -288,6 +305,9 @@ def plots(
         sweep=pd.read_csv(results / "verification" / "sweep.csv"),
         exponents=pd.read_csv(results / "tables" / "exponents.csv"),
         windows=pd.read_parquet(results / "tables" / "windows.parquet"),
+        calibration=pd.read_csv(results / "tables" / "calibration.csv"),
+        landscape=pd.read_csv(results / "replay" / "landscape.csv"),
+        choices=plan.configurations,
         recommendation=json.loads(recommendation.read_text(encoding="utf-8")),
     )
     draw_all(evidence, results / "plots")

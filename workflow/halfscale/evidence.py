@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from halfscale.plan import CONTROLS
+from halfscale.plan import CONTROLS, PolicyChoice
 from halfscale.style import ArmStyle, arm_styles
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The tables that figures are drawn from, and the verdict (``recommendation.json``)."""
+    """The tables that figures are drawn from, and the verdict (``recommendation.json``).
+
+    ``choices`` are the configurations' policies and parameters, by name.
+    """
 
     runs: pd.DataFrame
     configurations: pd.DataFrame
@@ -29,6 +33,9 @@ class Evidence:
     sweep: pd.DataFrame
     exponents: pd.DataFrame
     windows: pd.DataFrame
+    calibration: pd.DataFrame
+    landscape: pd.DataFrame
+    choices: Mapping[str, PolicyChoice]
     recommendation: dict[str, Any]
 
     @property

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from IPython.display import HTML
 
+from halfscale.calibration import CALIBRATION_COLUMNS
 from halfscale.html import table
 from halfscale.magnitudes import TOLERABLE_LOSS
 from halfscale.plan import is_found
@@ -41,8 +42,15 @@ _CAPTIONS = {
     "in the backward pass vanishes as well.",
     "exponents": "Gradients of half-precision tensors by magnitude, before scaling, over fp16's "
     "range; zeros are left out. A scale of 2^k moves them k to the right.",
+    "landscape": "Predicted from the probes, without training: what torch's rule would cost in "
+    "skipped steps and lost gradient elements, as a share of the steps. Marked are the "
+    "configurations that lie in the plane.",
+    "calibration": "Predicted against actual skipped steps, a point a run, larger where several "
+    "coincide; workloads are set a little apart. Shaded: at most one step off.",
     "loss": "Loss of every arm: median over seeds, band from the lowest to the highest seed.",
-    "scale": "The scale over steps; crosses mark overflows, that is skipped steps.",
+    "scale": "The scale over steps; crosses mark overflows, that is skipped steps. Shaded: the "
+    "scales at which the step neither overflows nor loses more than "
+    f"{TOLERABLE_LOSS:.0%} of its elements, by the probes, median over seeds.",
     "skipped": "Skipped steps a run: the bar is the mean, the dots are seeds.",
     "sweep": "Verification with inputs × 1e4: a larger scale makes an overflow more likely, never "
     "less.",
@@ -66,6 +74,7 @@ class Page:
         self.exponents = pd.read_csv(tables / "exponents.csv")
         self.windows = pd.read_parquet(tables / "windows.parquet")
         self.probes = pd.read_csv(tables / "probes.csv")
+        self.calibration = pd.read_csv(tables / "calibration.csv")
         self.orphans = json.loads((tables / "orphans.json").read_text(encoding="utf-8"))
         self.checks = pd.read_csv(self.results / "verification" / "checks.csv")
 
@@ -288,6 +297,8 @@ class Page:
             f"{_definitions(EXPONENT_COLUMNS)}</details>"
             "<details><summary>Columns of results/tables/windows.parquet</summary>"
             f"{_definitions(WINDOW_COLUMNS)}</details>"
+            "<details><summary>Columns of results/tables/calibration.csv</summary>"
+            f"{_definitions(CALIBRATION_COLUMNS)}</details>"
         )
 
 

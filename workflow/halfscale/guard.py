@@ -7,6 +7,7 @@ Runs whenever Snakemake parses the workflow, so it imports nothing slow and writ
 from __future__ import annotations
 
 import base64
+import csv
 import json
 import os
 import re
@@ -24,12 +25,16 @@ from halfscale.proposals import PROPOSALS, ProposalError, extend_plan, recorded_
 
 OWNER = "HALFSCALE_OWNER_PID"
 
-FIGURES = ("ranking", "window", "loss", "scale", "skipped", "exponents", "sweep")
+FIGURES = (
+    *("ranking", "window", "landscape", "calibration", "loss", "scale", "skipped", "exponents"),
+    "sweep",
+)
 TABLES = (
     *("runs.csv", "configurations.csv", "steps.parquet", "probes.csv"),
-    *("exponents.csv", "windows.parquet"),
+    *("exponents.csv", "windows.parquet", "calibration.csv"),
     *("orphans.json", "plan.json"),
 )
+REPLAY = ("predictions.csv", "traces.parquet", "landscape.csv")
 
 _LOCK_FOLDER = Path(".snakemake", "locks")
 _held: list[FileLock] = []
@@ -110,6 +115,7 @@ def list_targets(plan: Plan) -> list[str]:
     """
     results = [
         *([PROPOSALS.as_posix()] if plan.search else []),
+        *(f"replay/{table}" for table in REPLAY),
         *(f"tables/{table}" for table in TABLES),
         *(f"plots/{figure}.{kind}" for figure in FIGURES for kind in ("svg", "txt")),
     ]
@@ -228,9 +234,31 @@ def reopen_failed(plan: Plan, results: Path) -> None:
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if claims_it:
-            mark = Path(".snakemake", "incomplete", name)
-            mark.parent.mkdir(exist_ok=True)
-            mark.write_text('{"external_jobid": null}', encoding="utf-8")
+            _mark_incomplete(name)
+
+
+def reopen_predictions(plan: Plan, results: Path) -> None:
+    """Let Snakemake predict again if the predictions are others and it cannot know it.
+
+    Their inputs are the probes, which an edited configuration leaves as they are; without its
+    records Snakemake would call old predictions up to date.
+    """
+    path = results / "replay" / "predictions.csv"
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            found = {row["digest"] for row in csv.DictReader(file)}
+    except (OSError, KeyError, UnicodeDecodeError):
+        return
+    asked = {run.digest for run in extended(plan, results).runs() if not run.is_control}
+    if found != asked and not _is_recorded(path):
+        _mark_incomplete(_record_name(path))
+
+
+def _mark_incomplete(name: str) -> None:
+    """Mark a file, by its record's name, as Snakemake marks those whose job was interrupted."""
+    mark = Path(".snakemake", "incomplete", name)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text('{"external_jobid": null}', encoding="utf-8")
 
 
 def _finished(log: Path, spec: JobSpec) -> bool:

@@ -16,8 +16,14 @@ from matplotlib.figure import Figure
 
 from halfscale.evidence import Evidence, add_shared_legend, panels_of
 from halfscale.plan import LARGEST_FP16
-from halfscale.probe_plots import draw_exponents, draw_window
+from halfscale.probe_plots import (
+    describe_usable_range,
+    draw_exponents,
+    draw_window,
+    shade_usable_range,
+)
 from halfscale.records import write_atomically, write_text
+from halfscale.replay_plots import draw_calibration, draw_landscape
 from halfscale.style import INK, LIMIT, ArmStyle, apply_theme
 
 # More seed lines than this make the file large and the picture no clearer.
@@ -81,7 +87,7 @@ def _draw_bands(
 
 
 def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
-    """The scale over steps on a log2 axis; a cross marks each overflow."""
+    """The scale over steps on a log2 axis; a cross marks each overflow, shaded: usable scales."""
     figure, panels = panels_of(evidence)
     styles = evidence.styles
     for workload, axis in panels.items():
@@ -106,7 +112,12 @@ def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
             axis.plot(hits["step"], hits["scale"], "x", color=style.colour, markersize=5)
         axis.set_yscale("log", base=2)
         axis.set(xlabel="step", ylabel="scale S")
+        shade_usable_range(axis, evidence.windows[evidence.windows["workload"] == workload])
     add_shared_legend(figure, panels)
+    return figure, _describe_scales(evidence)
+
+
+def _describe_scales(evidence: Evidence) -> str:
     finals = evidence.configurations
     finals = finals[finals["configuration"].isin(evidence.scaled)]
     parts = [
@@ -114,7 +125,17 @@ def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
         f"{row.growths:g} growths, {row.backoffs:g} backoffs"
         for row in finals.itertuples()
     ]
-    return figure, "Scale over steps; crosses mark overflows. " + "; ".join(parts) + "."
+    usable = [
+        f"{workload}: {describe_usable_range(windows)}"
+        for workload, windows in evidence.windows.groupby("workload")
+    ]
+    return (
+        "Scale over steps; crosses mark overflows. "
+        + "; ".join(parts)
+        + ". Usable range by the probes, first and last step. "
+        + "; ".join(usable or ["nothing was recorded"])
+        + "."
+    )
 
 
 def _log2(value: float) -> str:
@@ -235,6 +256,8 @@ def draw_sweep(evidence: Evidence) -> tuple[Figure, str]:
 FIGURES: dict[str, Callable[[Evidence], tuple[Figure, str]]] = {
     "ranking": draw_ranking,
     "window": draw_window,
+    "landscape": draw_landscape,
+    "calibration": draw_calibration,
     "loss": draw_loss,
     "scale": draw_scale,
     "skipped": draw_skipped,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfscale.batches import BatchComparer
 from halfscale.magnitudes import BINS, LOWEST_EXPONENT
 from halfscale.plan import ProbeSpec
 from halfscale.records import PROBE_SCHEMA, ProbeRecord, write_probe
-from halfscale.train import run_training
+from halfscale.train import Result, run_training
 
 # Of bf16's exponent field: 1 stands for 2^-126, 255 for Inf and NaN.
 _FIELDS = 256
@@ -50,15 +51,7 @@ def probe(spec: ProbeSpec, folder: Path, progress: Callable[[str], None] = print
     Raises:
         OSError: If the files cannot be written.
     """
-    columns: dict[str, list[Any]] = {name: [] for name in PROBE_SCHEMA.names}
-    recorder = MagnitudeRecorder()
-
-    def record(row: Mapping[str, Any]) -> None:
-        figures = {**row, **recorder.take()}
-        for name, column in columns.items():
-            column.append(figures[name])
-
-    ended = run_training(spec, record, progress, observe=recorder.watch)
+    columns, ended = record_probe(spec, progress)
     return write_probe(
         folder,
         columns,
@@ -67,6 +60,25 @@ def probe(spec: ProbeSpec, folder: Path, progress: Callable[[str], None] = print
         error=ended.error,
         environment=ended.environment,
     )
+
+
+def record_probe(
+    spec: ProbeSpec, progress: Callable[[str], None]
+) -> tuple[dict[str, list[Any]], Result]:
+    """Train one reference run; returns the columns of `PROBE_SCHEMA` and how it ended."""
+    columns: dict[str, list[Any]] = {name: [] for name in PROBE_SCHEMA.names}
+    recorder, batches = MagnitudeRecorder(), BatchComparer()
+
+    def observe(loss: Tensor, batch: object) -> AbstractContextManager[None]:
+        batches.add(batch)
+        return recorder.watch(loss)
+
+    def record(row: Mapping[str, Any]) -> None:
+        figures = {**row, **recorder.take(), "batch_repeats": batches.take()}
+        for name, column in columns.items():
+            column.append(figures[name])
+
+    return columns, run_training(spec, record, progress, observe=observe)
 
 
 class MagnitudeRecorder:

@@ -25,6 +25,8 @@ _BANDS = {
 }
 _COLOURS = {"activation": "#0173b2", "weight": "#d55e00"}
 _USABLE = "#bfe3c9"
+# Powers of two that an axis of scales shows of the usable range beyond the scales themselves.
+_MARGIN = 4.0
 
 
 def draw_exponents(evidence: Evidence) -> tuple[Figure, str]:
@@ -157,6 +159,51 @@ def _name_window(low: float, high: float) -> str:
     if not (math.isfinite(low) and math.isfinite(high)):
         return "every scale is usable"
     return f"usable throughout: 2^{low:.0f} to 2^{high:.0f}"
+
+
+def shade_usable_range(axis: Axes, windows: pd.DataFrame) -> None:
+    """Shade the usable scales of every step, medians over seeds, behind lines already drawn.
+
+    The axis keeps the lines in sight, and of the range what lies near them.
+    """
+    medians = _median_range(windows)
+    if medians.empty:
+        return
+    low, high = (np.log2(end) for end in axis.get_ylim())
+    finite = medians.clip(low - _MARGIN, high + _MARGIN)
+    axis.fill_between(
+        medians.index + 0.0,
+        np.exp2(finite["smallest_useful"]),
+        np.exp2(finite["largest_safe"]),
+        where=medians["smallest_useful"] <= medians["largest_safe"],
+        step="post",
+        color=_USABLE,
+        alpha=0.6,
+        linewidth=0,
+        zorder=0,
+        label="usable range (probe)",
+    )
+    ends = finite.to_numpy()
+    axis.set_ylim(2.0 ** min(low, ends.min()), 2.0 ** max(high, ends.max()))
+
+
+def describe_usable_range(windows: pd.DataFrame) -> str:
+    """The usable scales of the first and the last step, medians over seeds, in words."""
+    medians = _median_range(windows)
+    ends = [_name_range(*medians.iloc[row]) for row in (0, -1)]
+    return " and ".join(ends)
+
+
+def _median_range(windows: pd.DataFrame) -> pd.DataFrame:
+    return windows.groupby("step")[["smallest_useful", "largest_safe"]].median()
+
+
+def _name_range(low: float, high: float) -> str:
+    if low > high:
+        return "none"
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "every scale"
+    return f"2^{low:g} to 2^{high:g}"
 
 
 def _say_nothing_recorded(axis: Axes) -> None:

@@ -54,6 +54,7 @@ PROBE_SCHEMA = pa.schema(
         ("loss", pa.float32()),
         ("largest", pa.float64()),  # largest magnitude of all backward tensors; inf if not finite
         ("largest_gradient", pa.float64()),  # the same of the parameters' gradients alone
+        ("batch_repeats", pa.bool_()),  # the batch was that of the step before
         # Elements of the backward tensors by exponent, see halfscale.magnitudes; and those of zero.
         ("activation_counts", pa.list_(pa.int64(), BINS)),
         ("weight_counts", pa.list_(pa.int64(), BINS)),

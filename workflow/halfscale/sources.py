@@ -18,13 +18,30 @@ TRAINING = (
     *("train.py", "steps.py", "faults.py", "machine.py", "own.py", "workloads/__init__.py"),
     *("precision/*.py", "scaling/*.py", "policies/*.py"),
 )
-PROBING = (*TRAINING, "probe.py", "magnitudes.py")
+PROBING = (*TRAINING, "probe.py", "batches.py", "magnitudes.py")
 VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
 SEARCH = ("search.py", "grid.py", "magnitudes.py", "replay/*.py", "policies/*.py")
-TABLES = ("tables.py", "probe_tables.py", "magnitudes.py", "records.py", "verdict.py")
+PREDICTION = (
+    "predict.py",
+    "grid.py",
+    "replay/*.py",
+    "policies/*.py",
+    "magnitudes.py",
+    "records.py",
+)
+TABLES = (
+    *("tables.py", "probe_tables.py", "calibration.py", "magnitudes.py", "records.py"),
+    "verdict.py",
+)
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
-PLOTS = ("plots.py", "probe_plots.py", "evidence.py", "style.py", "magnitudes.py")
-REPORT = ("report.py", "fragments.py", "search_fragments.py", "html.py")
+PLOTS = (
+    *("plots.py", "probe_plots.py", "replay_plots.py", "evidence.py", "style.py"),
+    *("calibration.py", "magnitudes.py"),
+)
+REPORT = (
+    *("report.py", "fragments.py", "search_fragments.py", "replay_fragments.py", "html.py"),
+    "calibration.py",
+)
 
 
 @cache

@@ -26,11 +26,11 @@ from halfscale.scaling import LossScaler
 from halfscale.scaling.gradients import figures
 from halfscale.workloads import Workload
 
-Observe = Callable[[torch.Tensor], AbstractContextManager[None]]
-"""Given a loss, a context in which its backward pass is run."""
+Observe = Callable[[torch.Tensor, Any], AbstractContextManager[None]]
+"""Given a loss and the batch it is of, a context in which its backward pass is run."""
 
 
-def unobserved(loss: torch.Tensor) -> AbstractContextManager[None]:
+def unobserved(loss: torch.Tensor, batch: object) -> AbstractContextManager[None]:
     """Nobody looks at the backward pass."""
     return nullcontext()
 
@@ -64,7 +64,7 @@ class Training:
         scaler: What scales its loss.
         arithmetic: How it computes.
         taken: A counter that the optimizer itself raises.
-        observe: Given a loss, a context for its backward pass.
+        observe: Given a loss and its batch, a context for its backward pass.
         parameters: Those of the model, without those that have no element.
         usual: What was not finite from the start, such as the -Inf of a mask: parameters, buffers,
             and what the first batch held though its loss was finite.
@@ -146,7 +146,7 @@ def _backward(training: Training, step: int) -> torch.Tensor:
         loss = check_loss(workload.loss(workload.model, batch), step)
         if workload.accumulate > 1:
             loss = loss / workload.accumulate
-    with training.observe(loss):
+    with training.observe(loss, batch):
         training.scaler.scale(loss).backward()
     loss = loss.detach().float()
     return loss.squeeze() if loss.ndim else loss

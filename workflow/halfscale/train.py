@@ -78,7 +78,7 @@ def run_training(
         record: Is given the figures of each step: the columns of `TRACE_SCHEMA` and
             ``largest_gradient``, the largest magnitude of the unscaled parameter gradients.
         progress: Is given one line at about every tenth of the steps.
-        observe: Given a loss, a context in which its backward pass is run.
+        observe: Given a loss and its batch, a context in which its backward pass is run.
 
     Raises:
         RuntimeError: If a user's own workload was edited after the run was planned.

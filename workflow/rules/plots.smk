@@ -8,8 +8,11 @@ rule plots:
                 "steps.parquet",
                 "exponents.csv",
                 "windows.parquet",
+                "calibration.csv",
+                "plan.json",
             ],
         ),
+        landscape="results/replay/landscape.csv",
         sweep="results/verification/sweep.csv",
         recommendation="reports/recommendation.json",
     output:

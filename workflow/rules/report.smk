@@ -2,7 +2,13 @@ rule summary:
     input:
         tables=expand(
             "results/tables/{table}",
-            table=["runs.csv", "configurations.csv", "orphans.json", "plan.json"],
+            table=[
+                "runs.csv",
+                "configurations.csv",
+                "calibration.csv",
+                "orphans.json",
+                "plan.json",
+            ],
         ),
         checks="results/verification/checks.csv",
         figures=expand(

@@ -11,6 +11,8 @@ rule tables:
             for file in (probe.record_name, probe.table_name)
         ],
         proposals=["results/search/proposals.json"] if PLAN.search else [],
+        predictions="results/replay/predictions.csv",
+        predicted_steps="results/replay/traces.parquet",
     output:
         runs="results/tables/runs.csv",
         configurations=report(
@@ -22,6 +24,7 @@ rule tables:
         probes="results/tables/probes.csv",
         exponents="results/tables/exponents.csv",
         windows="results/tables/windows.parquet",
+        calibration="results/tables/calibration.csv",
         orphans="results/tables/orphans.json",
         plan="results/tables/plan.json",
     log:

@@ -2,7 +2,8 @@
 
 Whether a step overflows depends on the scale and on that step's largest gradient. A probe records
 the latter once; every configuration is then replayed over it in arithmetic alone, thousands in a
-second. The prediction takes the gradients to be those of the probe, which skips no step; nothing
+second. The prediction takes the gradients to be those of the probe, which skips no step: those of
+the same step, or where every step has the same batch, those after as many steps taken. Nothing
 here imports torch.
 """
 

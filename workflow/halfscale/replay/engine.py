@@ -139,13 +139,14 @@ def _drive(lanes: Lanes, probe: Probe, epsilon: float) -> dict[str, NDArray[Any]
     with np.errstate(all="ignore"):  # scales reach 0 and infinity, and that is a result
         log2_oracle = np.log2(probe.largest_safe_scale())
         for step in range(probe.steps):
-            overflow = overflows(lanes.scale, probe.largest[step])
+            row = probe.row(step, tally.skipped)  # one for all lanes, or one a lane
+            overflow = overflows(lanes.scale, probe.largest[row])
             skipped, applied = lanes.running & overflow, lanes.running & ~overflow
             before = lanes.scale.copy()
             tally.note_skips(skipped, applied)
-            tally.note_losses(before, applied, probe.lost_table[step])
-            tally.note_scale(before, skipped | applied, log2_oracle[step])
-            lanes.update(step, skipped, applied, float(probe.largest_gradient[step]))
+            tally.note_losses(before, applied, probe.lost_table, row)
+            tally.note_scale(before, skipped | applied, log2_oracle[row])
+            lanes.update(step, skipped, applied, probe.largest_gradient[row])
             tally.note_move(before, lanes.scale)
         return tally.measures(probe.steps, lanes.scale, lanes.running)
 
@@ -161,12 +162,16 @@ def replay_traces(choice: PolicyChoice, probe: Probe) -> Traces:
         Scale and overflow at each step.
     """
     policy, ended = choice.make(), None
-    scales, skips = [], []
+    scales: list[float] = []
+    skips: list[bool] = []
+    skipped = 0
     for step in range(probe.steps):
+        row = probe.row(step, skipped)
         scales.append(policy.scale)
-        skips.append(bool(overflows(policy.scale, float(probe.largest[step]))))
+        skips.append(bool(overflows(policy.scale, float(probe.largest[row]))))
+        skipped += skips[-1]
         try:
-            largest_gradient = float(probe.largest_gradient[step])
+            largest_gradient = float(probe.largest_gradient[row])
             policy.update(skips[-1], largest_gradient=largest_gradient)
         except FloorReached as floor:
             ended = f"step {step}: {floor}"

@@ -58,6 +58,9 @@ class Probe:
             (steps,), float64; finite wherever `largest` is.
         counts: The number of non-zero elements of those tensors by exponent, shape (steps, 268),
             int64. Bin b holds those with floor(log2 |g|) = b − 140: from 2^-140 up to below 2^128.
+        same_batch: Whether every step had the same batch. A skipped step is then met again as it
+            was: after k skipped steps a training stands where the probe stood k steps before.
+            With other batches at every step it is the batch that stays with its step.
 
     Raises:
         ValueError: If the shapes do not fit, a magnitude is negative or NaN, a count is negative
@@ -67,6 +70,7 @@ class Probe:
     largest: Reals
     largest_gradient: Reals
     counts: NDArray[np.int64]
+    same_batch: bool = False
 
     def __post_init__(self) -> None:
         """Check the arrays and take copies that nobody else can write to."""
@@ -92,9 +96,16 @@ class Probe:
 
     @classmethod
     def of(cls, table: pa.Table) -> Probe:
-        """The probe in a table of `halfscale.records.PROBE_SCHEMA`."""
+        """The probe in a table of `halfscale.records.PROBE_SCHEMA`.
+
+        Where a parameter's gradient is not finite, as in the last step of a probe that diverged,
+        no scale saves the step, whatever the tensors in half precision held.
+        """
         counts = probe_counts(table, "activation") + probe_counts(table, "weight")
-        return cls(table["largest"].to_numpy(), table["largest_gradient"].to_numpy(), counts)
+        gradient = np.nan_to_num(table["largest_gradient"].to_numpy(), nan=np.inf, posinf=np.inf)
+        largest = np.where(np.isinf(gradient), np.inf, table["largest"].to_numpy())
+        repeats = table["batch_repeats"].to_numpy()
+        return cls(largest, gradient, counts, same_batch=bool(repeats[1:].all()))
 
     def _take(self, name: str, dtype: type[np.generic]) -> None:
         given = np.asarray(getattr(self, name))
@@ -108,6 +119,15 @@ class Probe:
     def steps(self) -> int:
         """The number of steps."""
         return len(self.largest)
+
+    def row(self, step: int, skipped: NDArray[np.int64] | int) -> NDArray[np.int64] | int:
+        """The row of the probe at which a configuration is, after so many skipped steps.
+
+        Args:
+            step: The configuration's step, skipped ones counted.
+            skipped: Of its steps before, those that it skipped.
+        """
+        return step - skipped if self.same_batch else step
 
     @cached_property
     def lost_table(self) -> Reals:

@@ -21,6 +21,7 @@ Flags = NDArray[np.bool_]
 Counts = NDArray[np.int64]
 Reals = NDArray[np.float64]
 Lane = NDArray[np.intp]
+Gradient = np.float64 | NDArray[np.float64]
 
 
 class Lanes(ABC):
@@ -51,21 +52,22 @@ class Lanes(ABC):
         return np.full(len(self.machines), value, dtype=np.int64)
 
     @abstractmethod
-    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: float) -> None:
+    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: Gradient) -> None:
         """Take note of one step.
 
         Args:
             step: Its index, from 0.
             skipped: The running lanes in which it overflowed, shape (lanes,).
             applied: The running lanes in which it did not, shape (lanes,).
-            largest_gradient: Its largest unscaled parameter gradient.
+            largest_gradient: Its largest unscaled parameter gradient: of no dimension, or one a
+                lane, where lanes are at different rows of the probe.
         """
 
 
 class StaticLanes(Lanes):
     """The rule that never moves the scale."""
 
-    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: float) -> None:
+    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: Gradient) -> None:
         """Leave the scale alone."""
 
 
@@ -76,12 +78,13 @@ class PlainLanes(Lanes):
         """Drive copies, so that the given machines stay at their start."""
         super().__init__([copy.copy(machine) for machine in machines])
 
-    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: float) -> None:
+    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: Gradient) -> None:
         """Update each running machine."""
+        largest = np.broadcast_to(largest_gradient, self.scale.shape).tolist()
         for lane in np.flatnonzero(skipped | applied).tolist():
             machine = self.machines[lane]
             try:
-                machine.update(bool(skipped[lane]), largest_gradient=largest_gradient)
+                machine.update(bool(skipped[lane]), largest_gradient=largest[lane])
             except FloorReached:
                 self.running[lane] = False
             self.scale[lane] = machine.scale
@@ -119,7 +122,7 @@ class CountingLanes(Lanes):
         up, down = self.reals("growth_factor"), self.reals("backoff_factor")
         return (to_fp32(up), to_fp32(down)) if self.name in ("flax", "megatron") else (up, down)
 
-    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: float) -> None:
+    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: Gradient) -> None:
         """Back off where the hysteresis is used up; grow where the interval has passed."""
         over = np.flatnonzero(skipped)
         if over.size:
@@ -171,7 +174,7 @@ class DeepSpeedLanes(Lanes):
         self.last_overflow = self.constant(-1)
         self.left = self.hysteresis.copy()
 
-    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: float) -> None:
+    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: Gradient) -> None:
         """Use up the hysteresis, then halve or abort; double each interval after an overflow."""
         used_up = skipped & (self.left == 1)
         self.running &= ~(used_up & self.raises & (self.scale == self.floor))
@@ -200,7 +203,7 @@ class OverflowRateLanes(Lanes):
         self.last_rescale = self.constant(-1)
         self.overflows = self.constant(0)
 
-    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: float) -> None:
+    def update(self, step: int, skipped: Flags, applied: Flags, largest_gradient: Gradient) -> None:
         """Halve where overflows are too frequent; double where the window has passed."""
         over = np.flatnonzero(skipped)
         if over.size:

@@ -61,20 +61,27 @@ class Tally:
         self.waiting &= ~applied
         self.calibration += self.waiting & skipped
 
-    def note_losses(self, scale: Reals, applied: Flags, row: Reals) -> None:
-        """Add the lost share of an applied step; `row` is its row of the probe's table."""
+    def note_losses(self, scale: Reals, applied: Flags, table: Reals, row: Counts | int) -> None:
+        """Add the lost share of an applied step, from its row of `Probe.lost_table`."""
         index, weight = interpolate(scale)
-        lost = weight * row[index] + (1 - weight) * row[index + 1]
+        if isinstance(row, int):
+            table, lower, upper = table[row], index, index + 1
+        else:
+            start = row * table.shape[1] + index
+            table, lower, upper = table.ravel(), start, start + 1
+        lost = weight * table[lower] + (1 - weight) * table[upper]
         self.below_window += applied & (lost > self.epsilon)
         self.lost += lost * applied
 
-    def note_scale(self, scale: Reals, running: Flags, log2_oracle: float) -> None:
+    def note_scale(self, scale: Reals, running: Flags, log2_oracle: Reals) -> None:
         """Hold the scale in use against the oracle's, and remember it in the fingerprint."""
         self.steps_run += running
-        if np.isfinite(log2_oracle):
-            self.judged += running
+        known = np.isfinite(log2_oracle)
+        if known.any():
+            judged = running & known
+            self.judged += judged
             bits = np.clip(np.log2(scale), _LOWEST, _HIGHEST)
-            self.distance += np.abs(bits - log2_oracle) * running
+            self.distance += np.where(judged, np.abs(bits - log2_oracle), 0.0)
         self.fingerprint = _mixed(self.fingerprint, scale.view(np.uint64))
 
     def note_move(self, before: Reals, after: Reals) -> None:

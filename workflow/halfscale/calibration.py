@@ -1,0 +1,206 @@
+"""How well the probes predicted: predicted against actual skipped steps, run by run.
+
+A run and its prediction are compared over the steps that both have. Nothing is left out: a run
+that cannot be compared says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from halfscale.records import RecordError
+
+TOLERANCE = 1
+"""A prediction is good if it is off by this many skipped steps at most."""
+
+# A loss that is farther from the reference's, relative to it, is on a course of its own.
+_SAME_COURSE = 0.01
+
+CALIBRATION_COLUMNS = {
+    "workload": "name of the workload",
+    "configuration": "name of the configuration",
+    "seed": "the seed",
+    "outcome": "how the run ended",
+    "compared_steps": "steps over which it is compared with its prediction; 0: it cannot be",
+    "predicted_skipped_steps": "skipped steps that the probe predicted",
+    "skipped_steps": "skipped steps of the run",
+    "difference": "predicted less actual skipped steps",
+    "predicted_longest_skip_streak": "most skipped steps in a row, predicted",
+    "longest_skip_streak": "the same of the run",
+    "predicted_final_scale": "the scale after the compared steps, predicted",
+    "final_scale": "the same of the run",
+    "first_difference": "the first step that overflowed in one of the two only; empty if none",
+    "note": "what was not compared, and where a prediction went wrong",
+}
+
+
+def calibrate(
+    runs: pd.DataFrame, steps: pd.DataFrame, predictions: pd.DataFrame, traces: pd.DataFrame
+) -> pd.DataFrame:
+    """Hold every run of a configuration to its prediction.
+
+    Args:
+        runs: The table of runs.
+        steps: The steps of the runs, in long form.
+        predictions: `halfscale.predict.PREDICTION_COLUMNS`.
+        traces: The predicted steps, in long form.
+
+    Returns:
+        `CALIBRATION_COLUMNS`, a row a run of a configuration.
+
+    Raises:
+        RecordError: If a run has no prediction, or one that was made for another specification.
+    """
+    key = ["workload", "configuration", "seed"]
+    predicted = predictions.set_index(key)
+    actual_steps = dict(iter(steps.groupby(key)))
+    predicted_steps = dict(iter(traces.groupby(key)))
+    rows = []
+    for run in runs[~runs["control"]].to_dict("records"):
+        identity = (run["workload"], run["configuration"], run["seed"])
+        prediction = _of_the_same_run(predicted, identity, run["digest"])
+        actual = actual_steps.get(identity, steps.iloc[:0])
+        reference = actual_steps.get((run["workload"], "bf16", run["seed"]), steps.iloc[:0])
+        trace = predicted_steps.get(identity, traces.iloc[:0])
+        rows.append(_compare(run, actual, prediction, trace, reference))
+    frame = pd.DataFrame(rows, columns=list(CALIBRATION_COLUMNS))
+    counts = [name for name in CALIBRATION_COLUMNS if "skip" in name or "difference" in name]
+    return frame.astype(dict.fromkeys(counts, "Int64"))
+
+
+def _of_the_same_run(predicted: pd.DataFrame, identity: tuple[Any, ...], digest: str) -> Any:
+    if identity not in predicted.index or predicted.loc[identity, "digest"] != digest:
+        workload, configuration, seed = identity
+        raise RecordError(
+            f"the predictions have none of this run: workload={workload} "
+            f"configuration={configuration} seed={seed}. Mend it: remove the folder replay of the "
+            "results and run the same command again"
+        )
+    return predicted.loc[identity]
+
+
+def read_replay(results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The predictions and the predicted steps below a results folder."""
+    folder = results / "replay"
+    predictions = pd.read_csv(folder / "predictions.csv", dtype={"digest": str})
+    return predictions, pd.read_parquet(folder / "traces.parquet")
+
+
+def _compare(
+    run: Mapping[str, Any],
+    actual: pd.DataFrame,
+    prediction: pd.Series,
+    trace: pd.DataFrame,
+    reference: pd.DataFrame,
+) -> dict[str, Any]:
+    """One row: over the steps of the run that ended in a decision of its scaler."""
+    # A loss that is not finite ends a run whatever the gradients were.
+    decided = int(np.isfinite(actual["loss"].to_numpy()).sum())
+    compared = min(decided, int(prediction["steps"]))
+    row = {name: run[name] for name in ("workload", "configuration", "seed", "outcome")}
+    row["compared_steps"] = compared
+    if compared == 0:
+        why = "the probe recorded no step" if decided else "the run ended before its first step"
+        return {**row, "note": f"not compared: {why}"}
+    had = ~actual["applied"].to_numpy(dtype=bool)[:compared]
+    # A policy that gives up leaves no further step to overflow.
+    thought = np.zeros(compared, dtype=bool)
+    overflow = trace["overflow"].to_numpy(dtype=bool)[:compared]
+    thought[: len(overflow)] = overflow
+    (apart,) = np.nonzero(had != thought)
+    row |= {
+        "predicted_skipped_steps": int(thought.sum()),
+        "skipped_steps": int(had.sum()),
+        "difference": int(thought.sum()) - int(had.sum()),
+        "predicted_longest_skip_streak": longest_streak(thought),
+        "longest_skip_streak": longest_streak(had),
+        "predicted_final_scale": _scale_after(trace, compared, prediction["final_scale"]),
+        "final_scale": _scale_after(actual, compared, run["final_scale"]),
+        "first_difference": int(apart[0]) if len(apart) else None,
+    }
+    notes = [_name_end(run, compared, decided)] if compared < run["steps"] else []
+    if abs(row["difference"]) > TOLERANCE:
+        notes.append(_break_down(int(apart[0]), actual, reference))
+    return {**row, "note": "; ".join(notes)}
+
+
+def _name_end(run: Mapping[str, Any], compared: int, decided: int) -> str:
+    """Why a run is compared over some of its steps only."""
+    ended = "the probe" if compared < decided else f"the run, {run['outcome']},"
+    return f"compared over {compared} of {run['steps']} steps, then {ended} ended"
+
+
+def longest_streak(skipped: np.ndarray) -> int:
+    """Most skipped steps in a row."""
+    text = "".join("X" if skip else " " for skip in skipped)
+    return max(map(len, text.split(" ")), default=0)
+
+
+def _scale_after(steps: pd.DataFrame, compared: int, final: float) -> float:
+    return float(steps["scale"].iloc[compared]) if len(steps) > compared else float(final)
+
+
+def _break_down(step: int, actual: pd.DataFrame, reference: pd.DataFrame) -> str:
+    """Where a prediction went wrong, and whether the run had left the reference's course there."""
+    taken = int(actual["applied"].to_numpy(dtype=bool)[:step].sum())
+    loss = float(actual["loss"].iloc[step])
+    said = f"they part at step {step}"
+    if taken >= len(reference) or not math.isfinite(float(reference["loss"].iloc[taken])):
+        return said
+    expected = float(reference["loss"].iloc[taken])
+    if abs(loss - expected) <= _SAME_COURSE * abs(expected):
+        return f"{said}, where the loss is still the reference's: a gradient close to the limit"
+    return (
+        f"{said}, where the loss is {loss:.4g} and the reference's after as many steps taken "
+        f"{expected:.4g}: the run had left the reference's course"
+    )
+
+
+def within_tolerance(calibration: pd.DataFrame) -> pd.Series:
+    """Which runs were predicted within `TOLERANCE`; those not compared were not."""
+    within: pd.Series = calibration["difference"].abs().le(TOLERANCE).fillna(False).astype(bool)
+    return within & (calibration["compared_steps"] > 0)
+
+
+def summarise_calibration(calibration: pd.DataFrame) -> pd.DataFrame:
+    """How good the predictions are, a row a workload and the last one for all of them."""
+    rows = []
+    groups = [(str(name), group) for name, group in calibration.groupby("workload")]
+    for name, group in [*groups, ("all", calibration)]:
+        compared = group[group["compared_steps"] > 0]
+        within = int(within_tolerance(compared).sum())
+        rows.append(
+            {
+                "workload": name,
+                "runs": len(group),
+                "compared": len(compared),
+                "within": within,
+                "share": within / len(compared) if len(compared) else math.nan,
+                "exact": int((compared["difference"] == 0).sum()),
+                "same scale": int(_same_scale(compared).sum()),
+                "worst": describe_worst(compared),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _same_scale(compared: pd.DataFrame) -> pd.Series:
+    same: pd.Series = compared["predicted_final_scale"] == compared["final_scale"]
+    return same
+
+
+def describe_worst(compared: pd.DataFrame) -> str:
+    """The run that was predicted worst, in words; empty if every number was right."""
+    if compared.empty or not (apart := compared["difference"].abs()).any():
+        return ""
+    worst = compared.loc[apart.idxmax()]
+    return (
+        f"{worst['workload']}, {worst['configuration']}, seed {worst['seed']}: predicted "
+        f"{worst['predicted_skipped_steps']}, had {worst['skipped_steps']}"
+    )
