@@ -26,6 +26,7 @@ def craft_step(
 ) -> dict[str, Any]:
     """The row of a step; its largest magnitude is in the middle of the topmost bin."""
     row: dict[str, Any] = {"loss": 0.5, "largest_gradient": largest_gradient}
+    row["batch_repeats"] = False
     for tensors, counts in {"activation": activations, "weight": weights}.items():
         filled = [0] * BINS
         for exponent, elements in counts.items():

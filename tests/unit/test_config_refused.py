@@ -224,8 +224,9 @@ def test_a_repeated_configuration_is_refused_with_a_name_that_is_accepted(tmp_pa
 
 @pytest.mark.parametrize("text", ["seeds: [0]\nseeds: [1]\n", "threads: 1\nthreads: 2\n"])
 def test_a_repeated_setting_is_not_told_to_take_another_name(tmp_path: Path, text: str) -> None:
-    message = refusal(tmp_path / "config.yaml", "configurations: {a: {}}\n" + text)
-    assert "-2" not in message
+    path = tmp_path / "config.yaml"
+    message = refusal(path, "configurations: {a: {}}\n" + text)
+    assert "-2" not in message.replace(str(path), "")
 
 
 def test_names_that_differ_only_in_case_are_refused_naming_both(tmp_path: Path) -> None:

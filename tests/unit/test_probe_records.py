@@ -59,6 +59,7 @@ rows = st.lists(
         st.floats(width=32),
         st.floats(),
         st.floats(),
+        st.booleans(),
         *[st.builds(lambda n, b: [0] * b + [n] + [0] * (BINS - 1 - b), counts, st.integers(0, 267))]
         * 2,
         counts,

@@ -205,6 +205,9 @@ def evidence_of(plan: Plan, results: Path, through_csv: bool = False) -> Evidenc
         sweep=nothing,
         exponents=exponents,
         windows=windows,
+        calibration=nothing,
+        landscape=nothing,
+        choices={},
         recommendation={},
     )
 

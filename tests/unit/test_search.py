@@ -59,6 +59,7 @@ def write_one(results: Path, spec: ProbeSpec, largest: list[float]) -> None:
             "weight_counts": [[0] * BINS] * steps,
             "activation_zeros": [0] * steps,
             "weight_zeros": [0] * steps,
+            "batch_repeats": [False] * steps,
         },
         spec=spec,
         outcome="ok",
