@@ -12,20 +12,24 @@ from halfscale.sources import PACKAGE
 
 FAST = [
     *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
-    *("planner", "guard", "policies"),
+    *("planner", "guard", "policies", "single", "wording", "quick"),
 ]
 TORCH_FREE = [
     *FAST,
     *("records", "style", "tables", "verdict", "plots", "export", "settings", "fragments"),
     *("report", "simulate", "probe_tables", "probe_plots", "evidence", "magnitudes", "replay"),
-    "cli",
+    *("probe_files", "candidates", "replaying", "logs", "cli"),
 ]
 GROUND = (
     *("config", "devices", "sources", "policies", "plan", "naming", "planner", "records"),
-    *("entry", "imported", "workload_plan", "guard", "magnitudes"),
+    *("entry", "imported", "workload_plan", "guard", "magnitudes", "single", "wording"),
+    "probe_files",
 )
 PARTS = ("scaling", "precision", "workloads", "own")
-DOING = ("train", "steps", "verify", "faults", "machine", "tryout", "probe", "replay")
+DOING = (
+    *("train", "steps", "verify", "faults", "machine", "tryout", "probe", "replay"),
+    *("probing", "candidates", "replaying", "logs"),
+)
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
     *("simulate", "probe_tables", "probe_plots", "evidence"),
@@ -99,4 +103,4 @@ def test_every_module_belongs_to_a_layer() -> None:
         for path in PACKAGE.iterdir()
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert modules - {"__init__", "__main__", "cli"} == {*GROUND, *PARTS, *DOING, *READING}
+    assert modules - {"__init__", "__main__", "cli", "quick"} == {*GROUND, *PARTS, *DOING, *READING}

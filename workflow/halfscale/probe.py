@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfscale.magnitudes import BINS, LOWEST_EXPONENT
 from halfscale.plan import ProbeSpec
 from halfscale.records import PROBE_SCHEMA, ProbeRecord, write_probe
-from halfscale.train import run_training
+from halfscale.train import Result, run_training
 
 # Of bf16's exponent field: 1 stands for 2^-126, 255 for Inf and NaN.
 _FIELDS = 256
@@ -46,15 +46,7 @@ def probe(spec: ProbeSpec, folder: Path, progress: Callable[[str], None] = print
     Raises:
         OSError: If the files cannot be written.
     """
-    columns: dict[str, list[Any]] = {name: [] for name in PROBE_SCHEMA.names}
-    recorder = MagnitudeRecorder()
-
-    def record(row: Mapping[str, Any]) -> None:
-        figures = {**row, **recorder.take()}
-        for name, column in columns.items():
-            column.append(figures[name])
-
-    ended = run_training(spec, record, progress, observe=recorder.watch)
+    columns, ended = record_probe(spec, progress)
     return write_probe(
         folder,
         columns,
@@ -63,6 +55,29 @@ def probe(spec: ProbeSpec, folder: Path, progress: Callable[[str], None] = print
         error=ended.error,
         environment=ended.environment,
     )
+
+
+def record_probe(
+    spec: ProbeSpec, progress: Callable[[str], None]
+) -> tuple[dict[str, list[Any]], Result]:
+    """Train one reference run; the columns of `PROBE_SCHEMA`, and how it ended.
+
+    Args:
+        spec: What to run.
+        progress: Is given one line at about every tenth of the steps.
+
+    Raises:
+        RuntimeError: If a user's own workload was edited after the run was planned.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in PROBE_SCHEMA.names}
+    recorder = MagnitudeRecorder()
+
+    def record(row: Mapping[str, Any]) -> None:
+        figures = {**row, **recorder.take()}
+        for name, column in columns.items():
+            column.append(figures[name])
+
+    return columns, run_training(spec, record, progress, observe=recorder.watch)
 
 
 class MagnitudeRecorder:
