@@ -20,6 +20,8 @@ Reals = NDArray[np.float64]
 
 # So near to a threshold that nothing else lies between.
 _NEAR = 2.0**-40
+# Beyond any scale, log2.
+_FARTHEST = 300.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +65,7 @@ def estimate(log: ScalingLog) -> Estimate:
 def _from_gradients(log: ScalingLog, scale: Reals) -> tuple[Reals, str]:
     with np.errstate(divide="ignore"):
         level = np.log2(OVERFLOW) - np.log2(log.largest_gradient)
-    level = _between(np.where(np.isfinite(level), level, np.nan))
-    if not np.isfinite(level).any():  # nothing but gradients of zero
-        return np.full(log.steps, 127.0), "from largest_gradient, which is always zero"
+    level = _between(np.clip(level, -_FARTHEST, _FARTHEST))  # gradients of zero are safe anywhere
     room = level - scale
     over, clean = room[log.overflowed], room[log.clean]
     if not len(over):

@@ -9,10 +9,10 @@ import numpy as np
 
 from halfscale.logs.log import NONE, OVERFLOW, UNKNOWN, ScalingLog
 from halfscale.plan import PolicyChoice
-from halfscale.policies.fp32 import FP32_MAX
+from halfscale.policies.fp32 import FP32_MAX, to_fp32
 
-# Half a unit in the last place of a float32, and of six decimal digits as logs are often printed.
-_EXACT, _PRINTED = 2.0**-24, 5e-6
+# Half a unit of the last of six decimal digits, as scales are often printed, and a division.
+_PRINTED = 1e-5
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ def infer(log: ScalingLog) -> Inferred:
     Args:
         log: The log; where a row is missing nothing is concluded.
     """
-    exact = _Movements(log, _EXACT).follow()
+    exact = _Movements(log, exact=True).follow()
     if not exact.fault:
         return exact
-    printed = _Movements(log, _PRINTED).follow()
+    printed = _Movements(log, exact=False).follow()
     return exact if printed.fault else printed
 
 
@@ -95,14 +95,20 @@ class _Factor:
     name: str
     low: float
     high: float
-    tolerance: float
+    exact: bool
     seen: tuple[int, float] | None = None
+    moves: set[tuple[float, float]] = field(default_factory=set)
 
     def take(self, step: int, before: float, after: float) -> str | None:
         """Narrow the limits by one movement; in words if that leaves nothing."""
+        if (before, after) in self.moves:
+            return None
         ratio = after / before
-        spare = max(self.tolerance * ratio, 2.0**-150 / before)
-        low, high = max(self.low, ratio - spare), min(self.high, ratio + spare)
+        spare = float(np.spacing(np.float32(after))) / 2 if self.exact else _PRINTED * after
+        low, high = (
+            max(self.low, (after - spare) / before),
+            min(self.high, (after + spare) / before),
+        )
         if low > high and self.seen:
             at, usual = self.seen
             return f"step {step} multiplied the scale by {ratio:g}, step {at} by {usual:g}"
@@ -110,18 +116,25 @@ class _Factor:
             return f"step {step} multiplied the scale by {ratio:g}, which no {self.name} does"
         self.low, self.high = low, high
         self.seen = self.seen or (step, ratio)
+        self.moves.add((before, after))
         return None
 
     def value(self) -> float | None:
-        """The number of fewest digits within the limits."""
+        """The number of fewest digits that makes every movement."""
         if not self.seen:
             return None
         middle = self.low + (self.high - self.low) / 2
         for digits in range(1, 17):
-            short = float(f"{middle:.{digits}g}")
-            if self.low <= short <= self.high:
+            if self._makes_all(short := float(f"{middle:.{digits}g}")):
                 return short
         return middle
+
+    def _makes_all(self, factor: float) -> bool:
+        if self.exact:
+            within = factor > 1 if self.name == "growth_factor" else 0 < factor < 1
+            moves = self.moves
+            return within and all(to_fp32(before * factor) == after for before, after in moves)
+        return self.low <= factor <= self.high
 
 
 @dataclass
@@ -129,7 +142,7 @@ class _Movements:
     """Follow a log from row to row and narrow what can have moved its scale."""
 
     log: ScalingLog
-    tolerance: float
+    exact: bool
     growth: _Factor = field(init=False)
     backoff: _Factor = field(init=False)
     interval: int | None = None
@@ -138,8 +151,8 @@ class _Movements:
     counted: bool = False  # whether `clean` is the scaler's own count, or only a part of it
 
     def __post_init__(self) -> None:
-        self.growth = _Factor("growth_factor", math.nextafter(1, 2), math.inf, self.tolerance)
-        self.backoff = _Factor("backoff_factor", 0.0, math.nextafter(1, 0), self.tolerance)
+        self.growth = _Factor("growth_factor", math.nextafter(1, 2), math.inf, self.exact)
+        self.backoff = _Factor("backoff_factor", 0.0, math.nextafter(1, 0), self.exact)
         self.counted = self.log.first == 0
 
     def follow(self) -> Inferred:
