@@ -88,10 +88,7 @@ def examine(
     Raises:
         ValueError: If the log or a configuration cannot be used, in one line.
     """
-    wanted = {f"--compare {text}": parse_choice(text) for text in compared}
-    for name, choice in wanted.items():
-        if choice.policy != "torch":
-            raise ValueError(f"{name}: a log is replayed with policy torch alone; leave out policy")
+    wanted = _parse_all(compared)
     log, inferred = drop_doubtful(scales_of_steps(read_log(path)))
     if not log.known.any():
         raise ValueError(
@@ -118,6 +115,14 @@ def examine(
         named=[row(name, rows.index(choice)) for name, choice in named.items()],
         asked=len(choices),
     )
+
+
+def _parse_all(compared: Sequence[str]) -> dict[str, PolicyChoice]:
+    wanted = {f"--compare {text}": parse_choice(text) for text in compared}
+    for name, choice in wanted.items():
+        if choice.policy != "torch":
+            raise ValueError(f"{name}: a log is replayed with policy torch alone; leave out policy")
+    return wanted
 
 
 def _note_excess(log: ScalingLog) -> ScalingLog:
