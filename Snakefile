@@ -27,13 +27,6 @@ if workflow.is_main_process:
     guard.stop_if_outdated(PLAN, RESULTS)
 
 
-def whole_plan(wildcards=None):
-    """The plan and what its search has found; Snakemake waits for the search where it must."""
-    if PLAN.search is not None:
-        checkpoints.search.get()
-    return guard.extended(PLAN, RESULTS)
-
-
 rule all:
     default_target: True
     input:
@@ -42,6 +35,7 @@ rule all:
         lambda wildcards: guard.list_targets(whole_plan()),
 
 
+include: "workflow/rules/common.smk"
 include: "workflow/rules/verify.smk"
 include: "workflow/rules/probe.smk"
 include: "workflow/rules/search.smk"

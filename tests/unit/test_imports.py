@@ -13,6 +13,7 @@ from halfscale.sources import PACKAGE
 FAST = [
     *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
     *("grid", "search_plan", "planner", "proposals", "guard", "policies"),
+    *("single", "wording", "quick"),
 ]
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
@@ -21,13 +22,13 @@ READING = (
 )
 TORCH_FREE = [
     *(*FAST, "records", "magnitudes", *READING),
-    *("replay", "search", "predict", "cli"),
+    *("replay", "search", "predict", "probe_files", "candidates", "replaying", "logs", "cli"),
 ]
-GROUND = (*FAST, "records", "magnitudes")
+GROUND = (*(set(FAST) - {"quick"}), "records", "magnitudes", "probe_files")
 PARTS = ("scaling", "precision", "workloads", "own")
 DOING = (
     *("train", "steps", "verify", "faults", "machine", "tryout", "probe", "batches", "replay"),
-    *("search", "predict"),
+    *("search", "predict", "probing", "candidates", "replaying", "logs"),
 )
 
 
@@ -98,4 +99,4 @@ def test_every_module_belongs_to_a_layer() -> None:
         for path in PACKAGE.iterdir()
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert modules - {"__init__", "__main__", "cli"} == {*GROUND, *PARTS, *DOING, *READING}
+    assert modules - {"__init__", "__main__", "cli", "quick"} == {*GROUND, *PARTS, *DOING, *READING}

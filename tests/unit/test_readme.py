@@ -41,6 +41,18 @@ RUN_BY = {
         "tests/fresh_clone.sh",
         "halfscale simulate --policy torch --policy deepspeed",
     ),
+    ".venv/bin/halfscale probe examples/own_model.py:build --steps 200 -o probe.parquet": (
+        "tests/fresh_clone.sh",
+        "halfscale probe examples/own_model.py:build --steps 200 -o probe.parquet",
+    ),
+    ".venv/bin/halfscale replay probe.parquet --compare init_scale=65536,growth_interval=100": (
+        "tests/fresh_clone.sh",
+        "halfscale replay probe.parquet --compare init_scale=65536,growth_interval=100",
+    ),
+    ".venv/bin/halfscale replay --log run.csv --compare init_scale=65536,growth_interval=100": (
+        "tests/unit/test_scaling_log.py",
+        'replay_log("run.csv", "--compare", "init_scale=65536,growth_interval=100")',
+    ),
     ".venv/bin/halfscale check config.yaml": (
         "tests/fresh_clone.sh",
         "halfscale check config.yaml",

@@ -203,7 +203,7 @@ def test_a_removed_configuration_reruns_the_readers_and_is_listed_as_an_orphan(
         ("verdict.py", (), READERS),
         ("predict.py", (), PREDICTORS),
         ("replay/engine.py", (), PREDICTORS),
-        ("replay/grid.py", (), PREDICTORS),
+        ("grid.py", (), PREDICTORS),
         ("calibration.py", (), READERS),
         ("replay_plots.py", (), {"plots", "summary", "all"}),
         ("replay_fragments.py", (), {"summary", "all"}),

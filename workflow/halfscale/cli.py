@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfscale import __version__
+from halfscale import __version__, quick
 from halfscale.config import read_config
 from halfscale.guard import OWNER
 
@@ -35,7 +35,7 @@ class CheckFailed(RuntimeError):
     """A verification check did not hold."""
 
 
-def _job(function: Callable[..., None]) -> Callable[..., None]:
+def _job(function: Callable[..., None], hidden: bool = False) -> Callable[..., None]:
     """Register a rule's subcommand: it ends with its owner and fails with one line on the terminal.
 
     The traceback goes to the log, and the line stands there last as well.
@@ -49,12 +49,13 @@ def _job(function: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             traceback.print_exc(file=sys.stdout)
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            line = f"halfscale {function.__name__} failed: {_subject(keywords)}{text}"
+            name = function.__name__.replace("_", "-")
+            line = f"halfscale {name} failed: {_subject(keywords)}{text}"
             print(line, flush=True)
             print(line, file=sys.stderr)
             raise typer.Exit(1) from None
 
-    return app.command()(run)
+    return app.command(hidden=hidden)(run)
 
 
 def _by_hand(function: Callable[..., None]) -> Callable[..., None]:
@@ -177,8 +178,8 @@ def train(
     print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
 
 
-@_job
-def probe(
+@partial(_job, hidden=True)
+def probe_job(
     spec: SpecOption,
     folder: Annotated[Path, typer.Option(help="Where probe.parquet and probe.json go.")],
 ) -> None:
@@ -366,6 +367,10 @@ def simulate(
     for simulation in simulations:
         if simulation.ended:
             print(f"{simulation.name} gave up in {simulation.ended}", file=sys.stderr)
+
+
+_by_hand(quick.probe)
+_by_hand(quick.replay)
 
 
 @app.callback(invoke_without_command=True)

@@ -65,7 +65,15 @@ def probe(spec: ProbeSpec, folder: Path, progress: Callable[[str], None] = print
 def record_probe(
     spec: ProbeSpec, progress: Callable[[str], None]
 ) -> tuple[dict[str, list[Any]], Result]:
-    """Train one reference run; returns the columns of `PROBE_SCHEMA` and how it ended."""
+    """Train one reference run; the columns of `PROBE_SCHEMA`, and how it ended.
+
+    Args:
+        spec: What to run.
+        progress: Is given one line at about every tenth of the steps.
+
+    Raises:
+        RuntimeError: If a user's own workload was edited after the run was planned.
+    """
     columns: dict[str, list[Any]] = {name: [] for name in PROBE_SCHEMA.names}
     recorder, batches = MagnitudeRecorder(), BatchComparer()
 

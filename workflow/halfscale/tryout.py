@@ -6,21 +6,17 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from halfscale.config import flow
 from halfscale.faults import Ended, tensors_of
-from halfscale.naming import suggest_name
 from halfscale.plan import RunSpec
-from halfscale.planner import build_plan
 from halfscale.precision import arithmetic
+from halfscale.single import name_workload, plan_single, read_settings
 from halfscale.steps import Training, stop_if_not_finite, train_step
 from halfscale.train import evaluate_model, make_scaler, start_training
-from halfscale.workload_plan import workload_names
 from halfscale.workloads import Workload
 
 STEPS = 3
@@ -66,19 +62,8 @@ def check_workload(entry: str, settings: Sequence[str] = (), device: str = "auto
         ConfigError: If the entry or a setting cannot be used.
         Unusable: If the workload cannot be trained.
     """
-    place = entry.rpartition(":")[0] or entry
-    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    name = suggest_name(stem, workload_names())
-    block = {"entry": entry, **_read_settings(settings)}
-    plan = build_plan(
-        {
-            "configurations": {"default": {}},
-            "workloads": {name: block},
-            "seeds": [0],
-            "device": device,
-        },
-        "the command line",
-    )
+    name, block = name_workload(entry), {"entry": entry, **read_settings(settings)}
+    plan = plan_single(name, block, device)
     attempts = [_attempt(plan.run(name, arm, 0)) for arm in ARMS]
     parts = [
         _describe(attempts[0].training),
@@ -87,19 +72,6 @@ def check_workload(entry: str, settings: Sequence[str] = (), device: str = "auto
         _block_to_write(name, block, plan.workloads[name].parameters),
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def _read_settings(settings: Sequence[str]) -> dict[str, Any]:
-    read = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key:
-            raise ValueError(f"--set {setting}: write it as key=value")
-        try:
-            read[key] = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError):
-            read[key] = text
-    return read
 
 
 def _attempt(spec: RunSpec) -> Attempt:

@@ -22,5 +22,5 @@ rule probe:
     message:
         "probe workload={wildcards.workload} seed={wildcards.seed}"
     shell:
-        "python -P -m halfscale probe --spec {params.spec:q}"
+        "python -P -m halfscale probe-job --spec {params.spec:q}"
         ' --folder "$(dirname {output.record:q})" > {log:q}'
