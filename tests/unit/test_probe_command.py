@@ -195,6 +195,7 @@ def crafted(largest: list[float], exponents: list[list[int]], path: Path) -> Pro
         "weight_counts": np.zeros_like(counts).tolist(),
         "activation_zeros": [0] * len(largest),
         "weight_zeros": [0] * len(largest),
+        "batch_repeats": [False] * len(largest),
     }
     spec = make_plan(seeds=[0]).probe("binary", 0)
     write_probe_file(path, columns, spec=spec, outcome="ok", error=None, environment={})

@@ -51,6 +51,7 @@ def write_probe(
         "weight_counts": [[0] * BINS] * n,
         "activation_zeros": [0] * n,
         "weight_zeros": [0] * n,
+        "batch_repeats": [False] * n,
     }
     block = {"steps": steps, **spec}
     made = make_plan(seeds=[seed], workloads={"binary": block}).probe("binary", seed)
