@@ -101,9 +101,14 @@ def test_ranges_mean_the_same_in_every_spelling_and_order() -> None:
         ({"growth_factor": [0.5]}, "search.growth_factor: [0.5]: "),
         ({"growth_interval": {"from": 1, "to": 9}}, "must have the keys from, to and either"),
         (
-            {"init_scale": {"from": 1, "to": 150000, "plus": 1}, "growth_interval": [1, 2]},
-            "300000 combinations, more than 200000; write: search: {init_scale: [65536.0]",
+            {
+                "init_scale": {"from": 1, "to": 1000, "plus": 1},
+                "growth_interval": {"from": 1, "to": 201, "plus": 1},
+            },
+            "201000 combinations, more than 200000; write: search: {init_scale: [65536.0]",
         ),
+        ({"init_scale": {"from": 1, "to": 1001, "plus": 1}}, "has 1001 values, more than 1000"),
+        ({"policy": "apex", "init_scale": [1, 2**20], "max_scale": [4]}, "search: {"),
         ({"policy": "megatron", "hysteresi": [2]}, "policy: megatron, hysteresis: [2]"),
     ],
 )

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfscale.config import parse_number
+from halfscale.grid import Range
 from halfscale.plan import PolicyChoice
 from halfscale.policies import POLICIES, make_policy
 from halfscale.replay import grid
-from halfscale.grid import Range
 
 _GRID = "write it as --grid init_scale=2**8,2**12,2**16 or --grid growth_interval=5..2000*2"
 _COMPARE = "write it as --compare init_scale=65536,growth_interval=100"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from halfscale.config import parse_number
@@ -50,7 +50,7 @@ def grid(
     """
     make_policy(policy)  # refuses an unknown name
     expanded = {
-        name: _expand(policy, name, values)
+        name: expand(policy, name, values)
         for name, values in (_defaults(policy) if ranges is None else ranges).items()
     }
     if steps is not None and "growth_interval" in expanded and policy not in _SHRINKING:
@@ -88,8 +88,12 @@ def _choice(policy: str, parameters: dict[str, Any]) -> PolicyChoice:
         raise ValueError(f"grid of {policy}: {error}") from None
 
 
-def _expand(policy: str, name: str, values: Range) -> list[Any]:
-    """The distinct values of one parameter, numbers read as people write them."""
+def expand(policy: str, name: str, values: Range) -> list[Any]:
+    """The distinct values of one parameter, numbers read as people write them.
+
+    Raises:
+        ValueError: If the range is empty or of no known form.
+    """
     where = f"grid of {policy}: {name}"
     if isinstance(values, Mapping):
         expanded = _expand_range(where, values)
@@ -99,11 +103,15 @@ def _expand(policy: str, name: str, values: Range) -> list[Any]:
         raise ValueError(f"{where} must be a list or a range, got {values!r}")
     if not expanded:
         raise ValueError(f"{where} has no values")
-    distinct: list[Any] = []
+    # By their text where they cannot be hashed, such as a list of floors; 1 and 1.0 are one value.
+    distinct: dict[object, Any] = {}
     for value in expanded:
-        if value not in distinct:
-            distinct.append(value)
-    return distinct
+        distinct.setdefault(_key(value), value)
+    return list(distinct.values())
+
+
+def _key(value: object) -> object:
+    return value if isinstance(value, Hashable) else repr(value)
 
 
 def _number(where: str, value: object) -> float:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from halfscale.config import parse_whole, refuse_key
-from halfscale.grid import Range, grid
+from halfscale.grid import LARGEST_GRID, Range, expand, grid
 from halfscale.plan import SearchPlan
 from halfscale.policies import POLICIES
 from halfscale.sources import SEARCH, source_digest
 
 PROPOSALS = 2
 MOST_PROPOSALS = 20
+MOST_VALUES = 1000
 _OWN = ("proposals", "policy")
 
 
@@ -59,7 +61,7 @@ def plan_search(block: object, source: str) -> SearchPlan | None:
 
 def _check_ranges(policy: str, ranges: dict[str, Range], source: str) -> dict[str, Any]:
     """The distinct values of each parameter, numbers read as people write them."""
-    parameters = POLICIES[policy].parameters()
+    parameters, values = POLICIES[policy].parameters(), dict[str, list[Any]]()
     beside = {} if policy == "torch" else {"policy": policy}
     for key, value in ranges.items():
         example: object = [_plain(parameters.get(key))]
@@ -70,18 +72,29 @@ def _check_ranges(policy: str, ranges: dict[str, Range], source: str) -> dict[st
             example = PROPOSALS if better == "proposals" else [_plain(parameters.get(better))]
             refuse_key(source, ("search", key), value, reason, example, better, beside)
         try:
-            grid(policy, {key: value})
+            values[key] = expand(policy, key, value)
+            if len(values[key]) > MOST_VALUES:
+                raise ValueError(f"has {len(values[key])} values, more than {MOST_VALUES}")
+            choices = grid(policy, {key: values[key]})
         except ValueError as error:
             reason = str(error).removeprefix(f"grid of {policy}: ").removeprefix(f"{key} ")
             refuse_key(source, ("search", key), value, reason, example, None, beside)
+        # As a specification has them, in an order that is not that of the writing.
+        plain = {json.dumps(choice.parameters[key]) for choice in choices}
+        values[key] = sorted(map(json.loads, plain), key=repr)
     try:
-        choices = grid(policy, ranges)
+        if (size := math.prod(map(len, values.values()))) > LARGEST_GRID:
+            raise ValueError(f"{size} combinations, more than {LARGEST_GRID}")
+        # What one parameter allows another is between bounds, so the ends of all tell.
+        grid(policy, {key: [min(of, key=_size), max(of, key=_size)] for key, of in values.items()})
     except ValueError as error:
         fewer = {key: [_plain(parameters[key])] for key in ranges}
         refuse_key(source, ("search",), ranges, str(error), {**beside, **fewer})
-    # In the order of their size, so that another order of the same values means the same.
-    values = {key: {json.dumps(choice.parameters[key]) for choice in choices} for key in ranges}
-    return {key: sorted(map(json.loads, texts), key=repr) for key, texts in sorted(values.items())}
+    return dict(sorted(values.items()))
+
+
+def _size(value: object) -> float:
+    return float(value) if isinstance(value, bool | int | float) else 0.0
 
 
 def _plain(value: object) -> object:
