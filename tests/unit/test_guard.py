@@ -133,6 +133,9 @@ OURS = [
     "reports/recommendation.json",
     "results/verification/checks.csv",
     "results/plots/loss.svg",
+    "results/probes/binary/seed3/probe.json",
+    "results/search/proposals.json",
+    "results/replay/predictions.csv",
     "prefix/results/runs/binary/default/seed0/run.json",
 ]
 
@@ -331,3 +334,13 @@ def test_every_file_of_every_run_is_a_target() -> None:
         assert f"results/probes/binary/seed{seed}/probe.parquet" in targets
     assert "reports/summary.html" in targets
     assert {f"results/replay/{file}" for file in guard.REPLAY} <= set(targets)
+
+
+def test_a_run_that_is_not_in_the_plan_ends_with_one_line() -> None:
+    plan = make_plan({"a": {}}, seeds=[0])
+    assert guard.find_run(plan, Path("nowhere"), "binary", "a", 0) == plan.run("binary", "a", 0)
+    for workload, arm in (("binary", "b"), ("digits", "a")):
+        with pytest.raises(SystemExit, match=f"no workload {workload} or no configuration {arm}$"):
+            guard.find_run(plan, Path("nowhere"), workload, arm, 0)
+    with pytest.raises(SystemExit, match="can be asked for once it has run"):
+        guard.find_run(plan, Path("nowhere"), "binary", "found-1", 0)

@@ -413,7 +413,7 @@ def test_a_loss_that_no_backward_pass_can_begin_with(body: str) -> None:
 
 def test_no_gradients_at_all() -> None:
     text = failure(loss="return torch.ones((), requires_grad=True) * 2")
-    assert text == "no parameter of the model received a gradient"
+    assert text == "no parameter that the optimizer trains received a gradient"
 
 
 def test_memory_that_runs_out() -> None:

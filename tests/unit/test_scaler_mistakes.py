@@ -281,7 +281,7 @@ def test_a_model_that_is_frozen_altogether_is_a_failed_run_that_says_so(
     workload = replace(workload, loss=lambda model, batch: loss(model, batch) + inputs)
     record, _ = train(monkeypatch, tmp_path, workload)
     assert (record.outcome, record.steps_done) == ("failed", 0)
-    assert record.error == "no parameter of the model received a gradient"
+    assert record.error == "no parameter that the optimizer trains received a gradient"
 
 
 def test_a_parameter_without_elements_does_no_harm(

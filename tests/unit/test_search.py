@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from halfscale.proposals import (
     read_proposals,
     seal,
 )
-from halfscale.records import write_json, write_probe
+from halfscale.records import Outcome, write_json, write_probe
 from halfscale.search import search
 from halfscale.search_fragments import describe_search
 
@@ -44,7 +45,9 @@ def write_probes(results: Path, plan: Plan, largest: float = 0.25) -> None:
         write_one(results, spec, [largest] * spec.steps)
 
 
-def write_one(results: Path, spec: ProbeSpec, largest: list[float]) -> None:
+def write_one(
+    results: Path, spec: ProbeSpec, largest: list[float], outcome: Outcome = "ok"
+) -> None:
     counts = np.zeros(BINS, int)
     counts[[-25 - LOWEST_EXPONENT, -3 - LOWEST_EXPONENT]] = 1
     steps = len(largest)
@@ -62,8 +65,8 @@ def write_one(results: Path, spec: ProbeSpec, largest: list[float]) -> None:
             "batch_repeats": [False] * steps,
         },
         spec=spec,
-        outcome="ok",
-        error=None,
+        outcome=outcome,
+        error=None if outcome == "ok" else "it did not end",
         environment=ENVIRONMENT,
     )
 
@@ -75,7 +78,9 @@ def test_it_is_on_unless_it_is_switched_off() -> None:
     config = {"configurations": LISTED, "device": "cpu"}
     assert build_plan(config).search == plan_of(True).search == plan_of(None).search
     assert build_plan({**config, "search": {}}).search == build_plan(config).search
+    assert plan_of("on") == plan_of(True)
     assert plan_of(False).search is None
+    assert plan_of("off").search is None  # as --config search=off gives it
     assert plan_of(False).search_spec is None
 
 
@@ -168,13 +173,22 @@ def test_every_workload_counts_alike_however_long_it_is(tmp_path: Path) -> None:
     assert best.choice.parameters["init_scale"] == 2.0**4
 
 
-def test_probes_that_ended_early_count_as_far_as_they_came(tmp_path: Path) -> None:
+def test_probes_that_did_not_end_ok_are_left_out_and_named(tmp_path: Path) -> None:
     plan = plan_of(workloads={"binary": {"steps": 30}, "digits": {"steps": 30}})
     for spec in plan.probes():
-        done = 0 if spec.workload == "digits" else 12 if spec.seed else 30
-        write_one(tmp_path, spec, [0.25] * done)
+        if spec.workload == "digits":
+            write_crafted_probe(tmp_path, spec, done=0)
+        elif spec.seed:
+            # Diverged in its second step: at no scale would that one have been finite.
+            write_one(tmp_path, spec, [0.25, math.inf], outcome="diverged")
+        else:
+            write_one(tmp_path, spec, [0.25] * 30)
     found = search(plan, tmp_path)
-    assert found.unused == ["digits"]
+    assert found.unused == [
+        "binary, seed 1 (diverged)",
+        "digits, seed 0 (failed)",
+        "digits, seed 1 (failed)",
+    ]
     assert len(found.proposals) == 2
 
 
@@ -183,7 +197,7 @@ def test_without_any_recorded_step_nothing_is_proposed(tmp_path: Path) -> None:
     for spec in plan.probes():
         write_crafted_probe(tmp_path, spec, done=0)
     found = search(plan, tmp_path)
-    assert (found.proposals, found.listed, found.unused) == ([], {}, ["binary", "digits"])
+    assert (found.proposals, found.listed, len(found.unused)) == ([], {}, 4)
     assert extend_plan(plan, tmp_path) == plan
 
 

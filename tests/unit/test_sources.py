@@ -14,7 +14,8 @@ from halfscale import sources
 PATTERNS = {
     name: getattr(sources, name)
     for name in (
-        *("TRAINING", "PROBING", "PREDICTION", "VERIFICATION", "TABLES", "VERDICT", "PLOTS"),
+        *("TRAINING", "PROBING", "SEARCH", "PREDICTION", "VERIFICATION", "TABLES", "VERDICT"),
+        "PLOTS",
         "REPORT",
     )
 }

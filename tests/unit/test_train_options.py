@@ -111,3 +111,49 @@ def test_the_record_says_which_arithmetic_computed_it(tmp_path: Path, precision:
     said = str(record.environment["arithmetic"])
     assert said.startswith(spec.precision)
     assert ("autocast" in said) == (precision != "fp32")
+
+
+class HeadOnly(nn.Module):
+    """A body that nobody trains, though it receives gradients, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.head(self.body(batch))
+
+
+@pytest.mark.parametrize("arm", ["a", "fp32"])
+def test_only_what_the_optimizer_trains_is_measured_and_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arm: str
+) -> None:
+    torch.manual_seed(0)
+    model = HeadOnly()
+    with torch.no_grad():
+        model.head.weight.mul_(1000.0)  # the body's gradients are the largest by far
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    built = Workload(model, optimizer, ones(), mean_square, clip_norm=1.0)
+    monkeypatch.setattr(training, "build_workload", lambda *_: built)
+    before = [p.detach().clone() for p in model.head.parameters()]
+    record, trace = run(spec_of(arm, steps=2, init_scale=2.0**-10), tmp_path)
+    assert record.outcome == "ok"
+    moved = [p.detach() - b for p, b in zip(model.head.parameters(), before, strict=True)]
+    # Two steps of rate 0.1 along gradients of norm 1: nothing of the body's counts.
+    assert float(torch.cat([m.flatten() for m in moved]).norm()) == pytest.approx(0.2, rel=0.05)
+    first, second = trace["grad_norm"].to_pylist()
+    assert second == pytest.approx(first, rel=0.05)
+
+
+@pytest.mark.parametrize("arm", ["a", "fp32"])
+def test_an_optimizer_whose_parameters_get_no_gradient_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arm: str
+) -> None:
+    torch.manual_seed(0)
+    model, unused = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(unused.parameters(), lr=0.1)
+    built = Workload(model, optimizer, ones(), mean_square)
+    monkeypatch.setattr(training, "build_workload", lambda *_: built)
+    record, _ = run(spec_of(arm), tmp_path)
+    assert record.outcome == "failed"
+    assert record.error == "no parameter that the optimizer trains received a gradient"

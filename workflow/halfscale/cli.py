@@ -205,6 +205,8 @@ def search(plan: PlanOption, results: ResultsOption) -> None:
     for number, proposal in enumerate(found.proposals, start=1):
         print(f"found-{number}: {proposal.choice.policy} {proposal.choice.parameters}")
         print(f"  predicted to lose {proposal.cost:.2%} of the steps; {proposal.alike} act alike")
+    for probe in found.unused:
+        print(f"not looked at: the probe of {probe}")
     for name, cost in found.listed.items():
         print(f"{name}: predicted to lose {cost:.2%} of the steps")
 

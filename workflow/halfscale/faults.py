@@ -101,7 +101,7 @@ def usable_gradients(parameters: Iterable[torch.Tensor], *, clipped: bool) -> li
     """The gradients of parameters, if they are such that they can be unscaled and measured.
 
     Args:
-        parameters: Those of the model that have an element.
+        parameters: Those that the optimizer trains and that have an element.
         clipped: Whether their norm is to be clipped.
 
     Raises:
@@ -109,7 +109,7 @@ def usable_gradients(parameters: Iterable[torch.Tensor], *, clipped: bool) -> li
     """
     gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
     if not gradients:
-        raise Ended("failed", "no parameter of the model received a gradient")
+        raise Ended("failed", "no parameter that the optimizer trains received a gradient")
     for gradient in gradients:
         if gradient.dtype not in FULL_PRECISION:
             error = f"a parameter is in {gradient.dtype}; keep the parameters in float32"

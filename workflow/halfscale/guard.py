@@ -19,7 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from halfscale.config import ConfigError, read_config
-from halfscale.plan import FOUND, JobSpec, Plan
+from halfscale.plan import FOUND, JobSpec, Plan, RunSpec, is_found
 from halfscale.planner import build_plan
 from halfscale.proposals import PROPOSALS, ProposalError, extend_plan, recorded_digest
 
@@ -40,7 +40,7 @@ _LOCK_FOLDER = Path(".snakemake", "locks")
 _held: list[FileLock] = []
 _OURS = re.compile(
     r"(^|/)(results/(runs/[^/]+/[^/]+/seed[0-9]+/run\.json|probes/[^/]+/seed[0-9]+/probe\.json"
-    r"|tables/runs\.csv|plots/loss\.svg"
+    r"|search/proposals\.json|replay/predictions\.csv|tables/runs\.csv|plots/loss\.svg"
     r"|verification/checks\.csv)|reports/(recommendation\.json|summary\.html))$"
 )
 
@@ -96,6 +96,16 @@ def extended(plan: Plan, results: Path) -> Plan:
         return extend_plan(plan, results)
     except ProposalError:
         return plan
+
+
+def find_run(plan: Plan, results: Path, workload: str, arm: str, seed: int) -> RunSpec:
+    """The specification of a run, or the end of the process with one line if there is none."""
+    whole = extended(plan, results)
+    if workload not in whole.workloads or arm not in whole.arms:
+        what = f"{workload} or no configuration {arm}"
+        hint = "; what the search finds can be asked for once it has run" if is_found(arm) else ""
+        sys.exit(f"halfscale: the configuration has no workload {what}{hint}")
+    return whole.run(workload, arm, seed)
 
 
 def list_first_targets(plan: Plan) -> list[str]:

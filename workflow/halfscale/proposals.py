@@ -49,7 +49,7 @@ class Proposals(BaseModel):
         objective: What was minimised, in words.
         proposals: What to train, best first.
         listed: The predicted cost of each configuration that the user listed, likewise.
-        unused: The workloads whose probes recorded nothing.
+        unused: The probes that did not end ok and were not looked at, in words.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

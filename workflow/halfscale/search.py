@@ -27,33 +27,38 @@ def search(plan: Plan, results: Path) -> Proposals:
     spec = plan.search_spec
     if spec is None:
         raise ValueError("the plan has no search")
-    probes = {workload: read_probes(plan, results, workload) for workload in plan.workloads}
-    used = {workload: found for workload, found in probes.items() if found}
+    used, unused = read_probes(plan, results)
     longest = max((block.steps for block in plan.workloads.values()), default=1)
     choices = grid(spec.search.policy, spec.search.ranges, steps=longest)
     listed = spec.configurations
-    by_user, found = list(listed.values()), list(used.values())
+    by_user, found = list(listed.values()), list(filter(None, used.values()))
     content = Proposals(
         digest=spec.digest,
         tried=len(choices),
         objective=OBJECTIVE,
         proposals=_choose(choices, found, spec.search.proposals, by_user),
-        listed=dict(zip(listed, _costs(by_user, found), strict=True)) if used else {},
-        unused=sorted(set(probes) - set(used)),
+        listed=dict(zip(listed, _costs(by_user, found), strict=True)) if found else {},
+        unused=unused,
     )
     write_json(results / PROPOSALS, seal(content))
     return content
 
 
-def read_probes(plan: Plan, results: Path, workload: str) -> list[Probe]:
-    """The probes of a workload, a seed each, cut to the length of the shortest; [] if that is 0.
+def read_probes(plan: Plan, results: Path) -> tuple[dict[str, list[Probe]], list[str]]:
+    """The probes that ended ok by workload, a seed each, and in words which others there are.
 
     Raises:
         RecordError: If a probe's file is missing, damaged or belongs to another specification.
     """
-    tables = [read_probe(results, plan.probe(workload, seed))[1] for seed in plan.seeds]
-    shortest = min(map(len, tables))
-    return [Probe.of(table.slice(0, shortest)) for table in tables] if shortest else []
+    used: dict[str, list[Probe]] = {workload: [] for workload in sorted(plan.workloads)}
+    unused = []
+    for spec in plan.probes():
+        record, table = read_probe(results, spec)
+        if record.outcome == "ok":
+            used[spec.workload].append(Probe.of(table))
+        else:
+            unused.append(f"{spec.workload}, seed {spec.seed} ({record.outcome})")
+    return used, unused
 
 
 def _replays(choices: Sequence[PolicyChoice], probes: Sequence[Sequence[Probe]]) -> list[Replay]:

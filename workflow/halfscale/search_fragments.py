@@ -45,7 +45,8 @@ def describe_search(results: Path, verdict: Mapping[str, Any]) -> str:
         for name, cost in sorted(costs.items(), key=lambda item: (item[1], item[0]))
     ]
     unused = (
-        f"<p>Without a recorded step, and so not looked at: {escape(', '.join(found.unused))}.</p>"
+        f"<p>Reference runs that did not end ok, and so were not looked at: "
+        f"{escape('; '.join(found.unused))}.</p>"
         if found.unused
         else ""
     )

@@ -34,9 +34,10 @@ def plan_search(block: object, source: str) -> SearchPlan | None:
     Raises:
         ConfigError: With what to write instead, on one line.
     """
-    if block is False:
+    # On Snakemake's command line, --config search=off, they are texts.
+    if block is False or block == "off":
         return None
-    if block is True or block is None:
+    if block is True or block is None or block == "on":
         block = {}
     if not isinstance(block, Mapping) or not all(isinstance(key, str) for key in block):
         example = {"proposals": PROPOSALS}
@@ -79,7 +80,7 @@ def _check_ranges(policy: str, ranges: dict[str, Range], source: str) -> dict[st
         except ValueError as error:
             reason = str(error).removeprefix(f"grid of {policy}: ").removeprefix(f"{key} ")
             refuse_key(source, ("search", key), value, reason, example, None, beside)
-        # As a specification has them, in an order that is not that of the writing.
+        # As a specification has them, and in one order, whatever that of the writing.
         plain = {json.dumps(choice.parameters[key]) for choice in choices}
         values[key] = sorted(map(json.loads, plain), key=repr)
     try:

@@ -20,15 +20,11 @@ TRAINING = (
 )
 PROBING = (*TRAINING, "probe.py", "batches.py", "magnitudes.py")
 VERIFICATION = ("verify.py", "precision/*.py", "scaling/*.py", "policies/*.py")
-SEARCH = ("search.py", "grid.py", "magnitudes.py", "replay/*.py", "policies/*.py")
-PREDICTION = (
-    "predict.py",
-    "grid.py",
-    "replay/*.py",
-    "policies/*.py",
-    "magnitudes.py",
-    "records.py",
+SEARCH = (
+    *("search.py", "grid.py", "magnitudes.py", "records.py", "plan.py"),
+    *("replay/*.py", "policies/*.py"),
 )
+PREDICTION = ("predict.py", *SEARCH[1:])
 TABLES = (
     *("tables.py", "probe_tables.py", "calibration.py", "magnitudes.py", "records.py"),
     "verdict.py",

@@ -65,7 +65,8 @@ class Training:
         arithmetic: How it computes.
         taken: A counter that the optimizer itself raises.
         observe: Given a loss and its batch, a context for its backward pass.
-        parameters: Those of the model, without those that have no element.
+        parameters: Those that the optimizer trains, without those that have no element.
+        others: The model's other parameters; what backward leaves on them is thrown away.
         usual: What was not finite from the start, such as the -Inf of a mask: parameters, buffers,
             and what the first batch held though its loss was finite.
         batches: The micro-batches of the step.
@@ -78,6 +79,7 @@ class Training:
     taken: list[int]
     observe: Observe
     parameters: list[torch.Tensor]
+    others: list[torch.Tensor]
     usual: set[str | None]
     batches: list[Any] = field(default_factory=list)
 
@@ -91,10 +93,21 @@ class Training:
         observe: Observe = unobserved,
     ) -> Training:
         """The training of a workload that was built, at its beginning."""
-        taken, model = _count_taken_steps(workload.optimizer), workload.model
-        filled: list[torch.Tensor] = [p for p in model.parameters() if is_lazy(p) or p.numel()]
-        usual: set[str | None] = set(list_non_finite(model))
-        return cls(spec, workload, scaler, used, taken, observe, filled, usual)
+        optimizer, model = workload.optimizer, workload.model
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        filled: list[torch.Tensor] = [p for p in trained if is_lazy(p) or p.numel()]
+        held = {id(p) for p in trained}
+        return cls(
+            spec=spec,
+            workload=workload,
+            scaler=scaler,
+            arithmetic=used,
+            taken=_count_taken_steps(optimizer),
+            observe=observe,
+            parameters=filled,
+            others=[p for p in model.parameters() if id(p) not in held],
+            usual=set(list_non_finite(model)),
+        )
 
 
 def train_step(training: Training, step: int) -> dict[str, Any]:
@@ -108,6 +121,8 @@ def train_step(training: Training, step: int) -> dict[str, Any]:
     scale, taken_before = scaler.get_scale(), training.taken[0]
     with workload_code(f"step {step}", training.spec.entry):
         workload.optimizer.zero_grad(set_to_none=True)
+        for parameter in training.others:
+            parameter.grad = None
         training.batches.clear()
         losses = [_backward(training, step) for _ in range(workload.accumulate)]
     gradients = usable_gradients(training.parameters, clipped=workload.clip_norm is not None)
