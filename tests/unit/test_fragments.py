@@ -254,3 +254,11 @@ def test_a_reference_run_that_ended_early_is_said(contested: Made, tmp_path: Pat
     assert "Reference runs that ended early" in read.text
     assert HOSTILE in read.text
     assert "script" not in read.tags
+
+
+def test_where_no_gradient_is_finite_no_scale_is_usable(contested: Made, tmp_path: Path) -> None:
+    page = page_of(contested, tmp_path)
+    page.windows = page.windows.assign(smallest_useful=-math.inf, largest_safe=-math.inf)
+    text = Reader(page.window_table()).text
+    assert "every scale" not in text
+    assert "binarynonenonenone" in text

@@ -277,7 +277,9 @@ def test_a_usable_range_far_from_the_scales_does_not_hide_them(contested: Made) 
     low, high = np.log2(figure.axes[0].get_ylim())
     assert low > -6
     assert high < 30
-    assert "every scale" in text
+    assert "binary: up to 2^100 and up to 2^100" in text
+    nothing = contested.windows.assign(smallest_useful=-np.inf, largest_safe=-np.inf)
+    assert "binary: none and none" in draw_scale(contested.evidence(windows=nothing))[1]
 
 
 def test_no_usable_range_is_said(contested: Made) -> None:

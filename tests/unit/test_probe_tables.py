@@ -237,7 +237,7 @@ def test_figures_state_the_range_and_the_window(tmp_path: Path, through_csv: boo
     assert "binary, weight gradients: 2^-2 to 2^-1, 0.0% of them below" in exponents
     # All of 5 are to be kept: from 2^5 on. 1.5 × 2^-2 × 2^17 = 49152.
     assert "binary: usable throughout: 2^5 to 2^17" in window
-    assert "digits: no one scale is usable throughout" in window
+    assert "digits: usable throughout: none" in window
 
 
 def test_the_share_of_steps_that_overflow_jumps_above_the_largest_safe_scale(
@@ -255,7 +255,7 @@ def test_the_share_of_steps_that_overflow_jumps_above_the_largest_safe_scale(
 
 def test_a_window_of_one_scale_and_an_empty_one_are_drawn(tmp_path: Path) -> None:
     plan = plan_of(steps=2)
-    for low, said in {-40: "2^15 to 2^15", -41: "no one scale"}.items():
+    for low, said in {-40: "2^15 to 2^15", -41: "usable throughout: none"}.items():
         write(tmp_path, plan, [craft_step({low: 1, 0: 1})] * 2)
         assert said in draw_both(evidence_of(plan, tmp_path), tmp_path)[1]
 
@@ -290,7 +290,7 @@ def test_a_step_that_is_not_finite_leaves_no_usable_scale(tmp_path: Path) -> Non
     plan = plan_of(steps=2)
     write(tmp_path, plan, [craft_step({-3: 1}), craft_step({-3: 1}, largest=math.inf)])
     _, window = draw_both(evidence_of(plan, tmp_path), tmp_path)
-    assert "no one scale" in window
+    assert "usable throughout: none" in window
 
 
 def test_how_each_probe_ended_is_a_table(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from halfscale.probe_tables import (
 from halfscale.search_fragments import describe_search
 from halfscale.settings import TOOLS, express
 from halfscale.tables import CONFIGURATION_COLUMNS, RUN_COLUMNS
+from halfscale.wording import name_window
 
 _CAPTIONS = {
     "ranking": "Steps to the target against the fp32 control. Filled: in the winning set; hollow: "
@@ -303,12 +304,7 @@ class Page:
 
 
 def _window(windows: pd.DataFrame) -> str:
-    low, high = usable_window(windows)
-    if low > high:
-        return "none"
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return "every scale"
-    return f"2^{low:.0f} to 2^{high:.0f}"
+    return name_window(*usable_window(windows))
 
 
 def _counted(number: int, noun: str) -> str:

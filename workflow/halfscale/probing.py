@@ -24,7 +24,7 @@ from halfscale.probe import record_probe
 from halfscale.probe_files import ProbeFile, read_probe_file, write_probe_file
 from halfscale.replay import Probe
 from halfscale.single import name_workload, plan_single, read_settings
-from halfscale.wording import power
+from halfscale.wording import name_window, power
 
 
 class ProbeFailed(ValueError):
@@ -146,8 +146,9 @@ def summarise_probe(file: ProbeFile) -> str:
 
 def _describe_window(useful: NDArray[np.float64], safe: NDArray[np.float64]) -> str:
     low, high = float(useful.max()), float(safe.min())
-    if low <= high:
-        return f"{power(low)} to {power(high)}" if high < np.inf else "any"
+    named = name_window(low, high)
     if high == -np.inf:
-        return "none: a gradient is infinite without any scale"
-    return f"none at every step: some step needs {power(low)}, some overflows above {power(high)}"
+        return f"{named}: a gradient is infinite without any scale"
+    if low > high:
+        return f"{named}: some step needs {power(low)}, some overflows above {power(high)}"
+    return named

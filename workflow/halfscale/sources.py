@@ -36,11 +36,11 @@ TABLES = (
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
 PLOTS = (
     *("plots.py", "probe_plots.py", "replay_plots.py", "evidence.py", "style.py"),
-    *("calibration.py", "magnitudes.py"),
+    *("calibration.py", "probe_tables.py", "magnitudes.py", "wording.py"),
 )
 REPORT = (
     *("report.py", "fragments.py", "search_fragments.py", "replay_fragments.py", "html.py"),
-    "calibration.py",
+    *("calibration.py", "probe_tables.py", "wording.py"),
 )
 
 
