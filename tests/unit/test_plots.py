@@ -339,4 +339,7 @@ def test_every_prediction_is_a_point_and_the_misses_are_named(
         name = f"{row['workload']}, {row['configuration']}, seed {row['seed']}"
         figures = f"predicted {row['predicted_skipped_steps']}, had {row['skipped_steps']}"
         assert f"{name}: {figures}" in text
+    columns = ["predicted_skipped_steps", "skipped_steps", "difference"]
+    read_back = table.astype(dict.fromkeys(columns, float))
+    assert draw_calibration(contested.evidence(calibration=read_back))[1] == text
     assert alternative(folder, "calibration").strip() == text

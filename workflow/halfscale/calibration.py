@@ -199,8 +199,13 @@ def describe_worst(compared: pd.DataFrame) -> str:
     """The run that was predicted worst, in words; empty if every number was right."""
     if compared.empty or not (apart := compared["difference"].abs()).any():
         return ""
-    worst = compared.loc[apart.idxmax()]
+    return describe_prediction(compared.loc[apart.idxmax()])
+
+
+def describe_prediction(row: pd.Series) -> str:
+    """A run that was compared, in words."""
+    # Counts read from a file are floats as soon as one run in it could not be compared.
     return (
-        f"{worst['workload']}, {worst['configuration']}, seed {worst['seed']}: predicted "
-        f"{worst['predicted_skipped_steps']}, had {worst['skipped_steps']}"
+        f"{row['workload']}, {row['configuration']}, seed {row['seed']}: predicted "
+        f"{row['predicted_skipped_steps']:g}, had {row['skipped_steps']:g}"
     )
