@@ -22,6 +22,7 @@ from halfscale.probe_tables import (
     WINDOW_COLUMNS,
     collect_probes,
     lost_share_of,
+    part_of,
     usable_window,
 )
 from halfscale.records import RecordError
@@ -140,9 +141,24 @@ def test_a_probe_that_ended_early_has_the_parts_it_came_to(tmp_path: Path) -> No
     rows = [craft_step({step: 1}) for step in range(6)]
     write(tmp_path, plan, rows, outcome="failed")
     exponents, windows, _ = collect_probes(plan, tmp_path)
-    assert elements(exponents, "start", "activation") == {0: 1, 1: 1, 2: 1, 3: 1, None: 0}
-    assert elements(exponents, "end", "activation") == {2: 1, 3: 1, 4: 1, 5: 1, None: 0}
+    # A tenth of the 6 steps that it recorded, not of the 40 that were planned.
+    assert elements(exponents, "start", "activation") == {0: 1, None: 0}
+    assert elements(exponents, "end", "activation") == {5: 1, None: 0}
     assert len(windows) == 6
+
+
+def test_shares_and_windows_are_of_the_same_steps_of_each_seed(tmp_path: Path) -> None:
+    plan = plan_of(steps=40, seeds=(0, 1))
+    write(tmp_path, plan, [craft_step({step - 60: 1}) for step in range(40)], seed=0)
+    early = [craft_step({step: 1}) for step in range(6)]
+    write(tmp_path, plan, early, seed=1, outcome="failed")
+    exponents, windows, _ = collect_probes(plan, tmp_path)
+    expected = {"start": [-60, -59, -58, -57, 0], "end": [-24, -23, -22, -21, 5]}
+    for part, found in expected.items():
+        assert [*elements(exponents, part, "activation")] == [None, *found]
+        largest = part_of(windows, part)["largest"]
+        assert [math.frexp(value)[1] - 1 for value in largest] == found
+    assert part_of(windows, "all").equals(windows)
 
 
 def test_a_probe_that_failed_before_its_first_step_has_no_windows(tmp_path: Path) -> None:

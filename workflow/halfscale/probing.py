@@ -22,6 +22,7 @@ from halfscale.planner import LARGEST_SEED
 from halfscale.policies.checks import LARGEST_COUNT
 from halfscale.probe import record_probe
 from halfscale.probe_files import ProbeFile, read_probe_file, write_probe_file
+from halfscale.records import tenths
 from halfscale.replay import Probe
 from halfscale.single import name_workload, plan_single, read_settings
 from halfscale.wording import name_window, power
@@ -131,13 +132,14 @@ def summarise_probe(file: ProbeFile) -> str:
     lines.append(
         f"usable scales (no overflow, at most {TOLERABLE_LOSS:.0%} of the non-zero elements lost):"
     )
-    tenth = max(1, probe.steps // 10)
+    parts = tenths(probe.steps)
+    tenth = parts["start"].stop
     safe = largest_safe_exponent(probe.largest)
     useful = smallest_useful_exponent(probe.counts, TOLERABLE_LOSS)
     for title, part in (
-        (f"the first {tenth} steps", slice(tenth)),
-        (f"the last {tenth} steps", slice(-tenth, None)),
-        ("throughout", slice(None)),
+        (f"the first {tenth} steps", parts["start"]),
+        (f"the last {tenth} steps", parts["end"]),
+        ("throughout", parts["all"]),
     ):
         lines.append(f"  {title:<20} {_describe_window(useful[part], safe[part])}")
     lines.append(f"next: halfscale replay {shlex.quote(str(file.path))}")

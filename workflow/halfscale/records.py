@@ -249,6 +249,16 @@ def probe_counts(table: pa.Table, tensors: str) -> NDArray[np.int64]:
     return counts
 
 
+def tenths(steps: int) -> dict[str, slice]:
+    """The parts of a probe that are told apart: its first tenth, its last one, and all of it.
+
+    Args:
+        steps: How many steps it recorded; planned ones that it did not come to do not count.
+    """
+    tenth = max(1, steps // 10)
+    return {"start": slice(tenth), "end": slice(-tenth, None), "all": slice(None)}
+
+
 def _read(
     kind: type[Record], schema: pa.Schema, results: Path, spec: JobSpec
 ) -> tuple[Record, pa.Table]:
