@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -241,6 +242,14 @@ def test_a_summary_of_nothing_that_could_be_compared() -> None:
 
 def test_of_right_predictions_none_is_the_worst() -> None:
     assert describe_worst(many(("binary", "XF", "XF"))) == ""
+
+
+def test_counts_that_were_read_back_as_floats_are_written_as_counts(tmp_path: Path) -> None:
+    table = many(("binary", "XXXF", "FFFF"), ("binary", "F", ""))
+    table.to_csv(tmp_path / "calibration.csv", index=False)
+    again = pd.read_csv(tmp_path / "calibration.csv")
+    assert pd.api.types.is_float_dtype(again["skipped_steps"])
+    assert describe_worst(again) == "binary, a, seed 0: predicted 3, had 0"
 
 
 def test_controls_are_not_predicted() -> None:

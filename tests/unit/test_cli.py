@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -201,7 +202,7 @@ def test_predict_writes_what_the_replay_says(tables: tuple[Made, Path], tmp_path
         write_crafted_probe(tmp_path, probe)
     output = succeed("predict", "--plan", made.plan.canonical_json(), "--results", tmp_path)
     assert "predictions: 10 rows" in output
-    for name in ("predictions.csv", "landscape.csv", "traces.parquet"):
+    for name in ("predictions.csv", "landscape.csv", "traces.parquet", "seal.json"):
         written = tmp_path / "replay" / name
         assert written.read_bytes() == (results / "replay" / name).read_bytes(), name
 
@@ -224,6 +225,24 @@ def test_predictions_of_another_plan_stop_the_tables(tmp_path: Path) -> None:
     succeed("tables", "--plan", edited.canonical_json(), "--results", tmp_path)
     calibration = pd.read_csv(tmp_path / "tables" / "calibration.csv")
     assert len(calibration) == len(made.calibration) == 1
+
+
+@pytest.mark.parametrize("name", ["predictions.csv", "traces.parquet", "landscape.csv"])
+def test_an_edited_file_of_predictions_stops_its_reader_by_name(
+    tables: tuple[Made, Path], tmp_path: Path, name: str
+) -> None:
+    made, whole = tables
+    results = tmp_path / "results"
+    shutil.copytree(whole, results)
+    path = results / "replay" / name
+    path.write_bytes(path.read_bytes() + b"\n")
+    job = ["tables", "--plan", made.plan.canonical_json()]
+    if name == "landscape.csv":
+        job = ["plots", "--recommendation", str(tmp_path / "recommendation.json")]
+        (tmp_path / "recommendation.json").write_text("{}")
+    line = fail(*job, "--results", results)
+    assert str(path) in line
+    assert f"rm -r {path.parent}" in line
 
 
 def test_a_damaged_run_stops_the_tables_by_name(tmp_path: Path) -> None:

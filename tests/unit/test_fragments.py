@@ -7,6 +7,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -254,3 +255,22 @@ def test_a_reference_run_that_ended_early_is_said(contested: Made, tmp_path: Pat
     assert "Reference runs that ended early" in read.text
     assert HOSTILE in read.text
     assert "script" not in read.tags
+
+
+def test_where_no_gradient_is_finite_no_scale_is_usable(contested: Made, tmp_path: Path) -> None:
+    page = page_of(contested, tmp_path)
+    page.windows = page.windows.assign(smallest_useful=-math.inf, largest_safe=-math.inf)
+    text = Reader(page.window_table()).text
+    assert "every scale" not in text
+    assert "binarynonenonenone" in text
+
+
+def test_the_last_tenth_is_that_of_each_seed(contested: Made, tmp_path: Path) -> None:
+    page = page_of(contested, tmp_path)
+    steps = [(0, step) for step in range(40)] + [(1, step) for step in range(6)]
+    windows = pd.DataFrame(steps, columns=["seed", "step"]).assign(workload="binary")
+    # The last step of the seed that ended early is the only one above 2^0.
+    ended = (windows["seed"] == 1) & (windows["step"] == 5)
+    page.windows = windows.assign(smallest_useful=np.where(ended, 3.0, 0.0), largest_safe=9.0)
+    text = Reader(page.window_table()).text
+    assert "binary2^0 to 2^92^3 to 2^92^3 to 2^9" in text

@@ -22,9 +22,10 @@ READING = (
 )
 TORCH_FREE = [
     *(*FAST, "records", "magnitudes", *READING),
-    *("replay", "search", "predict", "probe_files", "candidates", "replaying", "logs", "cli"),
+    *("replay", "replay_seal", "search", "predict", "probe_files", "candidates", "replaying"),
+    *("logs", "cli"),
 ]
-GROUND = (*(set(FAST) - {"quick"}), "records", "magnitudes", "probe_files")
+GROUND = (*(set(FAST) - {"quick"}), "records", "magnitudes", "probe_files", "replay_seal")
 PARTS = ("scaling", "precision", "workloads", "own")
 DOING = (
     *("train", "steps", "verify", "faults", "machine", "tryout", "probe", "batches", "replay"),

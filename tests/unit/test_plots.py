@@ -277,7 +277,9 @@ def test_a_usable_range_far_from_the_scales_does_not_hide_them(contested: Made) 
     low, high = np.log2(figure.axes[0].get_ylim())
     assert low > -6
     assert high < 30
-    assert "every scale" in text
+    assert "binary: up to 2^100 and up to 2^100" in text
+    nothing = contested.windows.assign(smallest_useful=-np.inf, largest_safe=-np.inf)
+    assert "binary: none and none" in draw_scale(contested.evidence(windows=nothing))[1]
 
 
 def test_no_usable_range_is_said(contested: Made) -> None:
@@ -337,4 +339,7 @@ def test_every_prediction_is_a_point_and_the_misses_are_named(
         name = f"{row['workload']}, {row['configuration']}, seed {row['seed']}"
         figures = f"predicted {row['predicted_skipped_steps']}, had {row['skipped_steps']}"
         assert f"{name}: {figures}" in text
+    columns = ["predicted_skipped_steps", "skipped_steps", "difference"]
+    read_back = table.astype(dict.fromkeys(columns, float))
+    assert draw_calibration(contested.evidence(calibration=read_back))[1] == text
     assert alternative(folder, "calibration").strip() == text

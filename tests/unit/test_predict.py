@@ -196,7 +196,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     tables = write_predictions(plan, tmp_path)
     folder = tmp_path / "replay"
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("landscape.csv", "predictions.csv", "traces.parquet"),
+        *("landscape.csv", "predictions.csv", "seal.json", "traces.parquet"),
     ]
     for name in ("landscape", "predictions"):
         again = io.StringIO((folder / f"{name}.csv").read_text())

@@ -22,6 +22,7 @@ from halfscale.probe_tables import (
     WINDOW_COLUMNS,
     collect_probes,
     lost_share_of,
+    part_of,
     usable_window,
 )
 from halfscale.records import RecordError
@@ -140,9 +141,24 @@ def test_a_probe_that_ended_early_has_the_parts_it_came_to(tmp_path: Path) -> No
     rows = [craft_step({step: 1}) for step in range(6)]
     write(tmp_path, plan, rows, outcome="failed")
     exponents, windows, _ = collect_probes(plan, tmp_path)
-    assert elements(exponents, "start", "activation") == {0: 1, 1: 1, 2: 1, 3: 1, None: 0}
-    assert elements(exponents, "end", "activation") == {2: 1, 3: 1, 4: 1, 5: 1, None: 0}
+    # A tenth of the 6 steps that it recorded, not of the 40 that were planned.
+    assert elements(exponents, "start", "activation") == {0: 1, None: 0}
+    assert elements(exponents, "end", "activation") == {5: 1, None: 0}
     assert len(windows) == 6
+
+
+def test_shares_and_windows_are_of_the_same_steps_of_each_seed(tmp_path: Path) -> None:
+    plan = plan_of(steps=40, seeds=(0, 1))
+    write(tmp_path, plan, [craft_step({step - 60: 1}) for step in range(40)], seed=0)
+    early = [craft_step({step: 1}) for step in range(6)]
+    write(tmp_path, plan, early, seed=1, outcome="failed")
+    exponents, windows, _ = collect_probes(plan, tmp_path)
+    expected = {"start": [-60, -59, -58, -57, 0], "end": [-24, -23, -22, -21, 5]}
+    for part, found in expected.items():
+        assert [*elements(exponents, part, "activation")] == [None, *found]
+        largest = part_of(windows, part)["largest"]
+        assert [math.frexp(value)[1] - 1 for value in largest] == found
+    assert part_of(windows, "all").equals(windows)
 
 
 def test_a_probe_that_failed_before_its_first_step_has_no_windows(tmp_path: Path) -> None:
@@ -237,7 +253,7 @@ def test_figures_state_the_range_and_the_window(tmp_path: Path, through_csv: boo
     assert "binary, weight gradients: 2^-2 to 2^-1, 0.0% of them below" in exponents
     # All of 5 are to be kept: from 2^5 on. 1.5 × 2^-2 × 2^17 = 49152.
     assert "binary: usable throughout: 2^5 to 2^17" in window
-    assert "digits: no one scale is usable throughout" in window
+    assert "digits: usable throughout: none" in window
 
 
 def test_the_share_of_steps_that_overflow_jumps_above_the_largest_safe_scale(
@@ -255,7 +271,7 @@ def test_the_share_of_steps_that_overflow_jumps_above_the_largest_safe_scale(
 
 def test_a_window_of_one_scale_and_an_empty_one_are_drawn(tmp_path: Path) -> None:
     plan = plan_of(steps=2)
-    for low, said in {-40: "2^15 to 2^15", -41: "no one scale"}.items():
+    for low, said in {-40: "2^15 to 2^15", -41: "usable throughout: none"}.items():
         write(tmp_path, plan, [craft_step({low: 1, 0: 1})] * 2)
         assert said in draw_both(evidence_of(plan, tmp_path), tmp_path)[1]
 
@@ -290,7 +306,7 @@ def test_a_step_that_is_not_finite_leaves_no_usable_scale(tmp_path: Path) -> Non
     plan = plan_of(steps=2)
     write(tmp_path, plan, [craft_step({-3: 1}), craft_step({-3: 1}, largest=math.inf)])
     _, window = draw_both(evidence_of(plan, tmp_path), tmp_path)
-    assert "no one scale" in window
+    assert "usable throughout: none" in window
 
 
 def test_how_each_probe_ended_is_a_table(tmp_path: Path) -> None:

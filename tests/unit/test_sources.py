@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -132,3 +133,9 @@ def test_a_pattern_without_files_is_an_error() -> None:
 
 def test_the_notebook_is_where_its_digest_is_taken_from() -> None:
     assert len(sources.file_digest(sources.NOTEBOOK)) == 64
+
+
+def test_the_page_says_which_configurations_the_replay_itself_chose() -> None:
+    cells = json.loads(sources.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    (cell,) = [cell for cell in cells if cell["id"] == "prediction"]
+    assert "the search chose the `found-*` configurations by that same replay" in cell["source"][-1]

@@ -258,6 +258,11 @@ def test_a_deleted_table_or_figure_is_made_again(bench: Bench) -> None:
     assert bench.plan() == Planned(frozenset(), PREDICTORS)
 
 
+def test_a_deleted_seal_of_the_predictions_predicts_again(bench: Bench) -> None:
+    (bench.path / "results/replay/seal.json").unlink()
+    assert bench.plan() == Planned(frozenset(), PREDICTORS)
+
+
 def test_without_records_and_without_an_edit_nothing_reruns(bench: Bench) -> None:
     shutil.rmtree(bench.path / ".snakemake")
     assert bench.plan() == NOTHING

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from halfscale.plan import Plan
 from halfscale.records import RecordError
+from halfscale.replay_seal import check_replay
 
 TOLERANCE = 1
 """A prediction is good if it is off by this many skipped steps at most."""
@@ -85,11 +87,14 @@ def _of_the_same_run(predicted: pd.DataFrame, identity: tuple[Any, ...], digest:
     return predicted.loc[identity]
 
 
-def read_replay(results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The predictions and the predicted steps below a results folder."""
-    folder = results / "replay"
-    predictions = pd.read_csv(folder / "predictions.csv", dtype={"digest": str})
-    return predictions, pd.read_parquet(folder / "traces.parquet")
+def read_replay(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The predictions and the predicted steps below a results folder.
+
+    Raises:
+        RecordError: If a file is missing, is not as it was written, or is of other probes.
+    """
+    predictions, traces = check_replay(plan, results, "predictions.csv", "traces.parquet")
+    return pd.read_csv(predictions, dtype={"digest": str}), pd.read_parquet(traces)
 
 
 def _compare(
@@ -199,8 +204,13 @@ def describe_worst(compared: pd.DataFrame) -> str:
     """The run that was predicted worst, in words; empty if every number was right."""
     if compared.empty or not (apart := compared["difference"].abs()).any():
         return ""
-    worst = compared.loc[apart.idxmax()]
+    return describe_prediction(compared.loc[apart.idxmax()])
+
+
+def describe_prediction(row: pd.Series) -> str:
+    """A run that was compared, in words."""
+    # Counts read from a file are floats as soon as one run in it could not be compared.
     return (
-        f"{worst['workload']}, {worst['configuration']}, seed {worst['seed']}: predicted "
-        f"{worst['predicted_skipped_steps']}, had {worst['skipped_steps']}"
+        f"{row['workload']}, {row['configuration']}, seed {row['seed']}: predicted "
+        f"{row['predicted_skipped_steps']:g}, had {row['skipped_steps']:g}"
     )

@@ -247,7 +247,7 @@ def tables(plan: PlanOption, results: ResultsOption) -> None:
         "configurations": summarise(runs),
         "probes": probes,
         "exponents": exponents,
-        "calibration": calibrate(runs, steps, *read_replay(results)),
+        "calibration": calibrate(runs, steps, *read_replay(checked, results)),
     }.items():
         write_text(folder / f"{name}.csv", frame.to_csv(index=False))
     for name, frame in {"steps": steps, "windows": windows}.items():
@@ -299,8 +299,10 @@ def plots(
     from halfscale.evidence import Evidence
     from halfscale.plan import Plan
     from halfscale.plots import draw_all
+    from halfscale.replay_seal import check_replay
 
     plan = Plan.model_validate_json((results / "tables" / "plan.json").read_text(encoding="utf-8"))
+    (landscape,) = check_replay(plan, results, "landscape.csv")
     evidence = Evidence(
         runs=pd.read_csv(results / "tables" / "runs.csv"),
         configurations=pd.read_csv(results / "tables" / "configurations.csv"),
@@ -309,7 +311,7 @@ def plots(
         exponents=pd.read_csv(results / "tables" / "exponents.csv"),
         windows=pd.read_parquet(results / "tables" / "windows.parquet"),
         calibration=pd.read_csv(results / "tables" / "calibration.csv"),
-        landscape=pd.read_csv(results / "replay" / "landscape.csv"),
+        landscape=pd.read_csv(landscape),
         choices=plan.configurations,
         recommendation=json.loads(recommendation.read_text(encoding="utf-8")),
     )

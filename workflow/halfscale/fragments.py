@@ -26,11 +26,13 @@ from halfscale.probe_tables import (
     PROBE_COLUMNS,
     WINDOW_COLUMNS,
     lost_share_of,
+    part_of,
     usable_window,
 )
 from halfscale.search_fragments import describe_search
 from halfscale.settings import TOOLS, express
 from halfscale.tables import CONFIGURATION_COLUMNS, RUN_COLUMNS
+from halfscale.wording import name_window
 
 _CAPTIONS = {
     "ranking": "Steps to the target against the fp32 control. Filled: in the winning set; hollow: "
@@ -236,8 +238,6 @@ class Page:
         """Which fixed scales the probes leave, at the start, at the end and throughout."""
         rows = []
         for workload, windows in self.windows.groupby("workload"):
-            last = windows["step"].max() + 1
-            tenth = max(1, last // 10)
             mine = self.exponents[self.exponents["workload"] == workload]
             unscaled = {
                 part: lost_share_of(mine[mine["part"] == part], np.zeros(1))[0]
@@ -246,8 +246,8 @@ class Page:
             rows.append(
                 {
                     "workload": workload,
-                    "usable in the first tenth": _window(windows[windows["step"] < tenth]),
-                    "usable in the last tenth": _window(windows[windows["step"] >= last - tenth]),
+                    "usable in the first tenth": _window(part_of(windows, "start")),
+                    "usable in the last tenth": _window(part_of(windows, "end")),
                     "usable throughout": _window(windows),
                     "lost at S = 1, first tenth": f"{unscaled['start']:.1%}",
                     "lost at S = 1, last tenth": f"{unscaled['end']:.1%}",
@@ -303,12 +303,7 @@ class Page:
 
 
 def _window(windows: pd.DataFrame) -> str:
-    low, high = usable_window(windows)
-    if low > high:
-        return "none"
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return "every scale"
-    return f"2^{low:.0f} to 2^{high:.0f}"
+    return name_window(*usable_window(windows))
 
 
 def _counted(number: int, noun: str) -> str:

@@ -34,7 +34,7 @@ TABLES = (
     *("exponents.csv", "windows.parquet", "calibration.csv"),
     *("orphans.json", "plan.json"),
 )
-REPLAY = ("predictions.csv", "traces.parquet", "landscape.csv")
+REPLAY = ("predictions.csv", "traces.parquet", "landscape.csv", "seal.json")
 
 _LOCK_FOLDER = Path(".snakemake", "locks")
 _held: list[FileLock] = []

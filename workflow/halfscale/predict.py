@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from halfscale.plan import Plan, PolicyChoice
 from halfscale.records import read_probe, write_atomically, write_text
 from halfscale.replay import Probe, cost, grid, replay, replay_traces
+from halfscale.replay_seal import REPLAY, seal_replay
 
 PREDICTION_COLUMNS = {
     "workload": "name of the workload",
@@ -99,18 +100,19 @@ def predict(plan: Plan, results: Path) -> dict[str, pd.DataFrame]:
 
 
 def write_predictions(plan: Plan, results: Path) -> dict[str, pd.DataFrame]:
-    """Predict, and write the three tables below ``replay`` in the results folder.
+    """Predict, and write the three tables below ``replay`` in the results folder, and their seal.
 
     Raises:
         RecordError: As `predict` does.
         OSError: If a file cannot be written.
     """
     tables = predict(plan, results)
-    folder = results / "replay"
+    folder = results / REPLAY
     for name in ("landscape", "predictions"):
         write_text(folder / f"{name}.csv", tables[name].to_csv(index=False))
     traces = pa.Table.from_pandas(tables["traces"], preserve_index=False)
     write_atomically(folder / "traces.parquet", partial(pq.write_table, traces))
+    seal_replay(plan, results)
     return tables
 
 

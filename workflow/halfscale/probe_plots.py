@@ -13,6 +13,7 @@ from halfscale.evidence import Evidence, add_shared_legend, panels_of
 from halfscale.magnitudes import VANISHING_EXPONENT
 from halfscale.probe_tables import TENSORS, lost_share_of, usable_window
 from halfscale.style import INK, LIMIT
+from halfscale.wording import name_window
 
 _SMALLEST_NORMAL = -14
 _LARGEST = 16
@@ -136,8 +137,9 @@ def draw_window(evidence: Evidence) -> tuple[Figure, str]:
             _DEFAULT, color=INK, linewidth=0.9, linestyle=":", label="PyTorch's initial scale"
         )
         axis.set(xlabel="log2 of the scale S", ylabel="share, %", ylim=(-3, 103))
-        axis.set_title(_name_window(low, high), loc="right", fontsize="small")
-        parts.append(f"{workload}: {_name_window(low, high)}")
+        said = f"usable throughout: {name_window(low, high)}"
+        axis.set_title(said, loc="right", fontsize="small")
+        parts.append(f"{workload}: {said}")
     add_shared_legend(figure, panels)
     return figure, (
         "Share of gradient elements lost, and of steps that overflow, against the scale. "
@@ -151,14 +153,6 @@ def _range_of_scales(windows: pd.DataFrame) -> np.ndarray:
     ends = windows[["smallest_useful", "largest_safe"]].to_numpy().ravel()
     finite = [*ends[np.isfinite(ends)], 0.0, _DEFAULT]
     return np.arange(math.floor(min(finite)) - 8, math.ceil(max(finite)) + 5, dtype=float)
-
-
-def _name_window(low: float, high: float) -> str:
-    if low > high:
-        return "no one scale is usable throughout"
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return "every scale is usable"
-    return f"usable throughout: 2^{low:.0f} to 2^{high:.0f}"
 
 
 def shade_usable_range(axis: Axes, windows: pd.DataFrame) -> None:
@@ -190,20 +184,12 @@ def shade_usable_range(axis: Axes, windows: pd.DataFrame) -> None:
 def describe_usable_range(windows: pd.DataFrame) -> str:
     """The usable scales of the first and the last step, medians over seeds, in words."""
     medians = _median_range(windows)
-    ends = [_name_range(*medians.iloc[row]) for row in (0, -1)]
+    ends = [name_window(*medians.iloc[row]) for row in (0, -1)]
     return " and ".join(ends)
 
 
 def _median_range(windows: pd.DataFrame) -> pd.DataFrame:
     return windows.groupby("step")[["smallest_useful", "largest_safe"]].median()
-
-
-def _name_range(low: float, high: float) -> str:
-    if low > high:
-        return "none"
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return "every scale"
-    return f"2^{low:g} to 2^{high:g}"
 
 
 def _say_nothing_recorded(axis: Axes) -> None:

@@ -19,15 +19,16 @@ from halfscale.magnitudes import (
     smallest_useful_exponent,
 )
 from halfscale.plan import Plan
-from halfscale.records import probe_counts, read_probe
+from halfscale.records import probe_counts, read_probe, tenths
 
 TENSORS = ("activation", "weight")
-PARTS = {"start": "the first tenth of the steps", "end": "the last tenth", "all": "every step"}
+PARTS = ("start", "end", "all")
 
 EXPONENT_COLUMNS = {
     "workload": "name of the workload",
     "tensors": "activation: gradients of activations; weight: gradients of weights",
-    "part": "start: the first tenth of the steps; end: the last tenth; all: every step",
+    "part": "start: the first tenth of the steps that each seed recorded; end: the last tenth; "
+    "all: every step",
     "exponent": "floor(log2) of the elements' magnitude, unscaled; empty: elements of zero",
     "elements": "their number, over all seeds",
 }
@@ -75,7 +76,7 @@ def collect_probes(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFram
             ends.append({**spec.model_dump(), **record.model_dump(exclude={"spec"})})
             windows.append(_window(workload, seed, table))
             tables.append(table)
-        exponents.extend(_by_exponent(workload, tables, plan.workloads[workload].steps))
+        exponents.extend(_by_exponent(workload, tables))
     return (
         pd.concat(exponents, ignore_index=True)[list(EXPONENT_COLUMNS)],
         pd.concat(windows, ignore_index=True)[list(WINDOW_COLUMNS)],
@@ -94,13 +95,13 @@ def _window(workload: str, seed: int, table: pa.Table) -> pd.DataFrame:
     )
 
 
-def _by_exponent(workload: str, tables: list[pa.Table], steps: int) -> list[pd.DataFrame]:
-    tenth = max(1, steps // 10)
+def _by_exponent(workload: str, tables: list[pa.Table]) -> list[pd.DataFrame]:
     frames = []
-    for part, chosen in zip(PARTS, (slice(tenth), slice(-tenth, None), slice(None)), strict=True):
+    for part in PARTS:
+        chosen = [(table, tenths(len(table))[part]) for table in tables]
         for tensors in TENSORS:
-            counts = sum(probe_counts(table, tensors)[chosen].sum(0) for table in tables)
-            zeros = sum(table[f"{tensors}_zeros"].to_numpy()[chosen].sum() for table in tables)
+            counts = sum(probe_counts(table, tensors)[rows].sum(0) for table, rows in chosen)
+            zeros = sum(table[f"{tensors}_zeros"].to_numpy()[rows].sum() for table, rows in chosen)
             (filled,) = np.nonzero(counts)
             frame = pd.DataFrame(
                 {
@@ -110,6 +111,17 @@ def _by_exponent(workload: str, tables: list[pa.Table], steps: int) -> list[pd.D
             )
             frames.append(frame.assign(workload=workload, tensors=tensors, part=part))
     return frames
+
+
+def part_of(windows: pd.DataFrame, part: str) -> pd.DataFrame:
+    """The steps of one of `PARTS` of each seed, the same ones that `EXPONENT_COLUMNS` counts.
+
+    Args:
+        windows: Rows of `WINDOW_COLUMNS` of one workload.
+        part: One of `PARTS`.
+    """
+    seeds = [seed.sort_values("step") for _, seed in windows.groupby("seed")]
+    return pd.concat([seed.iloc[tenths(len(seed))[part]] for seed in seeds])
 
 
 def usable_window(windows: pd.DataFrame) -> tuple[float, float]:

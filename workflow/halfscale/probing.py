@@ -22,9 +22,10 @@ from halfscale.planner import LARGEST_SEED
 from halfscale.policies.checks import LARGEST_COUNT
 from halfscale.probe import record_probe
 from halfscale.probe_files import ProbeFile, read_probe_file, write_probe_file
+from halfscale.records import tenths
 from halfscale.replay import Probe
 from halfscale.single import name_workload, plan_single, read_settings
-from halfscale.wording import power
+from halfscale.wording import name_window, power
 
 
 class ProbeFailed(ValueError):
@@ -131,13 +132,14 @@ def summarise_probe(file: ProbeFile) -> str:
     lines.append(
         f"usable scales (no overflow, at most {TOLERABLE_LOSS:.0%} of the non-zero elements lost):"
     )
-    tenth = max(1, probe.steps // 10)
+    parts = tenths(probe.steps)
+    tenth = parts["start"].stop
     safe = largest_safe_exponent(probe.largest)
     useful = smallest_useful_exponent(probe.counts, TOLERABLE_LOSS)
     for title, part in (
-        (f"the first {tenth} steps", slice(tenth)),
-        (f"the last {tenth} steps", slice(-tenth, None)),
-        ("throughout", slice(None)),
+        (f"the first {tenth} steps", parts["start"]),
+        (f"the last {tenth} steps", parts["end"]),
+        ("throughout", parts["all"]),
     ):
         lines.append(f"  {title:<20} {_describe_window(useful[part], safe[part])}")
     lines.append(f"next: halfscale replay {shlex.quote(str(file.path))}")
@@ -146,8 +148,9 @@ def summarise_probe(file: ProbeFile) -> str:
 
 def _describe_window(useful: NDArray[np.float64], safe: NDArray[np.float64]) -> str:
     low, high = float(useful.max()), float(safe.min())
-    if low <= high:
-        return f"{power(low)} to {power(high)}" if high < np.inf else "any"
+    named = name_window(low, high)
     if high == -np.inf:
-        return "none: a gradient is infinite without any scale"
-    return f"none at every step: some step needs {power(low)}, some overflows above {power(high)}"
+        return f"{named}: a gradient is infinite without any scale"
+    if low > high:
+        return f"{named}: some step needs {power(low)}, some overflows above {power(high)}"
+    return named

@@ -208,14 +208,19 @@ def _write(kind: type[Record], folder: Path, table: pa.Table, record: Mapping[st
             **record,
         )
         content = complete.model_dump()
-        write_json(folder / spec.record_name, {**content, "checksum": _checksum(content)})
+        write_json(folder / spec.record_name, {**content, "checksum": checksum_of(content)})
         written.append(complete)
 
     write_atomically(folder / spec.table_name, write)
     return written[0]
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
+def checksum_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 (hexadecimal) of plain data, whatever the order of its keys.
+
+    Raises:
+        ValueError: If a number is NaN or infinite.
+    """
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
 
@@ -249,6 +254,16 @@ def probe_counts(table: pa.Table, tensors: str) -> NDArray[np.int64]:
     return counts
 
 
+def tenths(steps: int) -> dict[str, slice]:
+    """The parts of a probe that are told apart: its first tenth, its last one, and all of it.
+
+    Args:
+        steps: How many steps it recorded; planned ones that it did not come to do not count.
+    """
+    tenth = max(1, steps // 10)
+    return {"start": slice(tenth), "end": slice(-tenth, None), "all": slice(None)}
+
+
 def _read(
     kind: type[Record], schema: pa.Schema, results: Path, spec: JobSpec
 ) -> tuple[Record, pa.Table]:
@@ -256,7 +271,7 @@ def _read(
     path = folder / spec.record_name
     record = _read_record(kind, path, folder)
     if record.digest != spec.digest or record.spec != spec:
-        _refuse(
+        refuse(
             path,
             folder,
             f"is the result of another specification ({record.digest}, not {spec.digest})",
@@ -265,12 +280,12 @@ def _read(
     try:
         if file_digest(table_path) != record.trace_sha256:
             reason = f"is not the {table_path.stem} that its {path.name} was written with"
-            _refuse(table_path, folder, reason)
+            refuse(table_path, folder, reason)
         table = pq.read_table(table_path, schema=schema)
     except FileNotFoundError:
-        _refuse(table_path, folder, "is missing")
+        refuse(table_path, folder, "is missing")
     except pa.ArrowException as error:
-        _refuse(table_path, folder, f"cannot be read: {error}")
+        refuse(table_path, folder, f"cannot be read: {error}")
     return record, table
 
 
@@ -279,17 +294,22 @@ def _read_record(kind: type[Record], path: Path, folder: Path) -> Record:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         record = kind.model_validate(content)
-        computed = _checksum(record.model_dump())  # a ValueError if a number is not finite
+        computed = checksum_of(record.model_dump())  # a ValueError if a number is not finite
     except FileNotFoundError:
-        _refuse(path, folder, "is missing")
+        refuse(path, folder, "is missing")
     except (ValueError, KeyError, AttributeError, TypeError, ValidationError):
-        _refuse(path, folder, f"is truncated or no {path.stem} record")
+        refuse(path, folder, f"is truncated or no {path.stem} record")
     if computed != checksum:
-        _refuse(path, folder, "was edited after it was written")
+        refuse(path, folder, "was edited after it was written")
     return record
 
 
-def _refuse(path: Path, folder: Path, reason: str) -> NoReturn:
+def refuse(path: Path, folder: Path, reason: str) -> NoReturn:
+    """Say what is wrong with a file, and that its folder is to be removed.
+
+    Raises:
+        RecordError: Always.
+    """
     raise RecordError(
         f"{path} {reason}. Mend it: remove the folder and run the same command again: "
         f"rm -r {shlex.quote(str(folder))}"

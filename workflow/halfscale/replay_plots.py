@@ -14,7 +14,12 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from halfscale.calibration import TOLERANCE, describe_worst, within_tolerance
+from halfscale.calibration import (
+    TOLERANCE,
+    describe_prediction,
+    describe_worst,
+    within_tolerance,
+)
 from halfscale.evidence import Evidence, add_shared_legend
 from halfscale.plan import PolicyChoice
 from halfscale.policies import POLICIES
@@ -243,11 +248,7 @@ def _draw_band(axis: Axes, most: float) -> None:
 def _describe_calibration(compared: pd.DataFrame) -> str:
     within = within_tolerance(compared)
     missed = compared[~within].sort_values("difference", key=lambda apart: -apart.abs())
-    shown = [
-        f"{row['workload']}, {row['configuration']}, seed {row['seed']}: predicted "
-        f"{row['predicted_skipped_steps']}, had {row['skipped_steps']}"
-        for _, row in missed.head(_MOST_IN_TEXT).iterrows()
-    ]
+    shown = [describe_prediction(row) for _, row in missed.head(_MOST_IN_TEXT).iterrows()]
     more = len(missed) - len(shown)
     rest = "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])])
     worst = describe_worst(compared) or "every number was right"

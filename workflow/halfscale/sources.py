@@ -24,19 +24,20 @@ SEARCH = (
     *("search.py", "grid.py", "magnitudes.py", "records.py", "plan.py"),
     *("replay/*.py", "policies/*.py"),
 )
-PREDICTION = ("predict.py", *SEARCH[1:])
+PREDICTION = ("predict.py", "replay_seal.py", *SEARCH[1:])
 TABLES = (
     *("tables.py", "probe_tables.py", "calibration.py", "magnitudes.py", "records.py"),
-    "verdict.py",
+    *("verdict.py", "replay_seal.py"),
 )
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
 PLOTS = (
     *("plots.py", "probe_plots.py", "replay_plots.py", "evidence.py", "style.py"),
-    *("calibration.py", "magnitudes.py"),
+    *("calibration.py", "probe_tables.py", "magnitudes.py", "wording.py"),
+    *("records.py", "replay_seal.py"),
 )
 REPORT = (
     *("report.py", "fragments.py", "search_fragments.py", "replay_fragments.py", "html.py"),
-    "calibration.py",
+    *("calibration.py", "probe_tables.py", "wording.py"),
 )
 
 

@@ -1,4 +1,4 @@
-"""How numbers, configurations and tables are written on a terminal."""
+"""How numbers, usable scales, configurations and tables are written."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ def power(exponent: float) -> str:
     if math.isinf(exponent):
         return "any scale" if exponent > 0 else "0"
     return f"2^{exponent:g}"
+
+
+def name_window(low: float, high: float) -> str:
+    """The usable powers of two in words: ``2^5 to 2^17``, ``none``, ``every scale``.
+
+    Args:
+        low: log2 of the smallest useful scale; -inf where no element can be lost.
+        high: log2 of the largest safe scale; inf where nothing can overflow, -inf where a gradient
+            is not finite at any scale.
+    """
+    if not low <= high or high == -math.inf:
+        return "none"
+    if math.isinf(low):
+        return "every scale" if math.isinf(high) else f"up to 2^{high:g}"
+    return f"from 2^{low:g} on" if math.isinf(high) else f"2^{low:g} to 2^{high:g}"
 
 
 def show_number(value: object) -> str:

@@ -13,6 +13,7 @@ rule plots:
             ],
         ),
         landscape="results/replay/landscape.csv",
+        seal="results/replay/seal.json",
         sweep="results/verification/sweep.csv",
         recommendation="reports/recommendation.json",
     output:

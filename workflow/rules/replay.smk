@@ -10,6 +10,7 @@ rule predict:
         predictions="results/replay/predictions.csv",
         traces="results/replay/traces.parquet",
         landscape="results/replay/landscape.csv",
+        seal="results/replay/seal.json",
     log:
         "results/logs/predict.log",
     conda:

@@ -13,6 +13,7 @@ rule tables:
         proposals=["results/search/proposals.json"] if PLAN.search else [],
         predictions="results/replay/predictions.csv",
         predicted_steps="results/replay/traces.parquet",
+        seal="results/replay/seal.json",
     output:
         runs="results/tables/runs.csv",
         configurations=report(
