@@ -740,3 +740,12 @@ def test_a_scale_that_leaves_zero_is_a_fault_in_words() -> None:
     result = CliRunner().invoke(app, ["replay", "--log", "run.csv", "--grid", "init_scale=2,4"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert "rises from 0 to 4 after step 1" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_stray_quote_is_named_by_its_line(at: int) -> None:
+    lines = ["step,scale,overflow", *(f"{step},65536,0" for step in range(20_000))]
+    lines[at] = lines[at].replace(",", ',"', 1)
+    write("\n".join(lines))
+    with pytest.raises(ValueError, match=rf"^run\.csv, line {at + 1} is not CSV \(.+\); mend it"):
+        read_log(Path("run.csv"))
