@@ -171,9 +171,39 @@ def test_probes_of_the_workflow_are_read_as_they_are(folder: Path) -> None:
         write_crafted_probe(folder / "results", spec)
     files = [str(Path("results") / spec.folder / "probe.parquet") for spec in specs]
     out = succeed(*files, *GRID)
-    assert out.startswith(f"{files[0]}: 100 steps\n{files[1]}: 100 steps\n")
-    assert '"cuda",' in out, "nothing says otherwise"
+    assert out.startswith(
+        f"{files[0]}: binary, seed 0, 100 steps\n{files[1]}: binary, seed 1, 100 steps\n"
+    )
+    assert '"cpu",' in out
     assert rows(succeed(str(Path("results") / specs[0].folder), *GRID))
+    Path(files[0]).with_name("probe.json").unlink()
+    out = succeed(files[0], *GRID)
+    assert out.startswith(f"{files[0]}: 100 steps\n")
+    assert '"cuda",' in out, "nothing says otherwise"
+
+
+def test_probes_of_the_workflow_are_checked_against_their_records(folder: Path) -> None:
+    same = {"binary": {"steps": 50}, "digits": {"steps": 50}}
+    plan = make_plan(seeds=[0], workloads=same)
+    for spec in plan.probes():
+        write_crafted_probe(folder, spec)
+    one, other = (spec.folder / "probe.parquet" for spec in plan.probes())
+    assert refuse(str(one), str(other)).startswith("the probes are not seeds of one training, but")
+    record = one.with_name("probe.json")
+    again = "; remove both and run the workflow again"
+    whole = record.read_text()
+    record.write_text(whole.replace('"seed": 0', '"seed": 1'))
+    assert refuse(str(one)) == f"{record} was edited after it was written{again}"
+    record.write_text(whole[:-20])
+    assert refuse(str(one)) == f"{record} is truncated or no probe record{again}"
+    record.write_text(whole)
+    write_crafted_probe(folder / "else", plan.probe("binary", 0), done=49)
+    one.write_bytes((folder / "else" / one).read_bytes())
+    assert refuse(str(one)) == (
+        f"{one} is not the probe that its probe.json was written with{again}"
+    )
+    alone = one.rename("alone.parquet")
+    assert succeed(str(alone), *GRID).startswith("alone.parquet: 49 steps\n")
 
 
 # --- refused ------------------------------------------------------------------------------------
@@ -196,7 +226,8 @@ def test_files_that_are_no_probe_are_refused(folder: Path) -> None:
         f"{trace} is the trace of a run, no probe; replay it as a log: halfscale replay --log "
         f"{trace}"
     )
-    assert refuse(str(empty)) == f"{empty} holds no step{record}"
+    failed = " (failed: building the workload)"
+    assert refuse(str(empty)) == f"{empty} holds no step{failed}{record}"
 
 
 def test_a_damaged_or_foreign_probe_is_refused(folder: Path) -> None:
