@@ -126,7 +126,40 @@ def test_figures_are_those_of_the_replay() -> None:
     assert ranks == list(range(1, len(ranks) + 1))
     assert (out["configurations"], out["steps"]) == (8, 100)
     assert len(out["ranked"]) == out["behaviours"]
-    assert out["compared"]["PyTorch's defaults"]["rank"]
+    default = out["compared"]["PyTorch's defaults"]
+    assert default["rank"] is None and 0 <= default["ahead"] <= out["behaviours"]
+
+
+def test_only_the_grid_is_ranked() -> None:
+    write_probe("p.parquet", CALM)
+    bad = ("--grid", "init_scale=2**20", "--compare", "init_scale=2**15")
+    out = succeed("p.parquet", *bad)
+    assert "1 configurations, 1 different behaviours; the best:" in out
+    table = rows(out)
+    assert [row[0] for row in table] == ["1", "<1", "<1"]
+    assert [row[7] for row in table] == [
+        "init_scale=2**20",
+        "PyTorch's defaults",
+        "--compare init_scale=2**15",
+    ]
+    assert "init_scale=2.0**20" in out.split("\n\n")[-2], "the line to paste is of the grid"
+    assert "a rank <1, 1–2 or >9: not in the grid" in " ".join(out.split())
+    data = json.loads(succeed("p.parquet", *bad, "--json"))
+    assert (data["behaviours"], len(data["ranked"])) == (1, 1)
+    assert data["compared"]["PyTorch's defaults"]["rank"] is None
+    assert rows(succeed("p.parquet", "--grid", "init_scale=2**15,2**20"))[-1][0] == "1–2"
+    assert rows(succeed("p.parquet", "--grid", "init_scale=2**15"))[-1][0] == ">1"
+
+
+def test_what_is_compared_has_the_rank_of_what_acts_like_it() -> None:
+    write_probe("p.parquet", CALM)
+    out = succeed("p.parquet", "--grid", "init_scale=2**15,2**16", "--grid", "growth_interval=500")
+    (best, second, default) = rows(out)
+    assert (best[0], second[0], default[0]) == ("1", "2", "2")
+    assert second[7].startswith("growth_interval=500")
+    assert "PyTorch's defaults (and 1 alike)" in out
+    assert "growth_interval=500 (and" not in out
+    assert "not in the grid" not in out
 
 
 def test_several_probes_are_several_seeds() -> None:
