@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from halfscale.config import read_config
+from halfscale.magnitudes import BINS, LOWEST_EXPONENT
 from halfscale.plan import Plan
 from halfscale.planner import build_plan
-from halfscale.records import write_run
+from halfscale.records import write_probe, write_run
 
 REPOSITORY = Path(__file__).parents[1]
 SNAKEMAKE = [str(Path(sys.executable).parent / "snakemake")]
@@ -52,7 +53,7 @@ def synthetic_plan(runs: int) -> Plan:
     """A plan of about so many runs: two workloads, eight arms, as many seeds as it takes."""
     config = read_config(REPOSITORY / "config.yaml")
     seeds = list(range(max(1, round(runs / 16))))
-    return build_plan({**config, "seeds": seeds, "device": "cpu"})
+    return build_plan({**config, "seeds": seeds, "device": "cpu", "search": False})
 
 
 def write_synthetic(plan: Plan, results: Path) -> int:
@@ -85,19 +86,45 @@ def write_synthetic(plan: Plan, results: Path) -> int:
     return count
 
 
+def write_synthetic_probes(plan: Plan, results: Path) -> None:
+    """Write the files of every probe of the plan; a scale of 2^16 overflows in some steps."""
+    counts = np.zeros(BINS, dtype=np.int64)
+    counts[-30 - LOWEST_EXPONENT : -LOWEST_EXPONENT] = 16
+    for spec in plan.probes():
+        random = np.random.default_rng(spec.seed)
+        largest = np.exp2(random.uniform(-4.0, 0.2, spec.steps))
+        probe = {
+            "step": list(range(spec.steps)),
+            "loss": [0.5] * spec.steps,
+            "largest": largest.tolist(),
+            "largest_gradient": (largest / 2).tolist(),
+            "batch_repeats": [False] * spec.steps,
+            "activation_counts": [counts.tolist()] * spec.steps,
+            "weight_counts": [counts.tolist()] * spec.steps,
+            "activation_zeros": [0] * spec.steps,
+            "weight_zeros": [0] * spec.steps,
+        }
+        write_probe(
+            results / spec.folder,
+            probe,
+            spec=spec,
+            outcome="ok",
+            error=None,
+            environment={"arithmetic": "synthetic"},
+        )
+
+
 def time_readers(runs: int, folder: Path, everything: bool) -> None:
     """Time the readers over synthetic run files."""
     plan = synthetic_plan(runs)
     results = folder / f"results-{runs}"
     count = write_synthetic(plan, results)
+    write_synthetic_probes(plan, results)
     halfscale = [sys.executable, "-m", "halfscale"]
     recommendation = folder / "recommendation.json"
-    timings = {
-        "tables": timed(
-            [*halfscale, "tables", "--plan", plan.canonical_json(), "--results", str(results)],
-            folder,
-        )
-    }
+    read = ["--plan", plan.canonical_json(), "--results", str(results)]
+    print(f"predictions of {count} runs: {timed([*halfscale, 'predict', *read], folder):.1f} s")
+    timings = {"tables": timed([*halfscale, "tables", *read], folder)}
     if everything:
         verify = [*halfscale, "verify", "--folder", str(results / "verification")]
         timed(verify, folder)

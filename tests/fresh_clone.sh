@@ -30,7 +30,7 @@ job | grep -q "Nothing to be done"
 "$venv/bin/"halfscale check-workload examples/own_model.py:build --set width=32
 "$venv/bin/"halfscale probe examples/own_model.py:build --steps 200 -o probe.parquet
 "$venv/bin/"halfscale replay probe.parquet --compare init_scale=65536,growth_interval=100
-"$venv/bin/"halfscale replay results/probes/binary/seed0/probe.parquet >/dev/null
+"$venv/bin/"halfscale replay results/probes/binary/*/probe.parquet >/dev/null
 "$venv/bin/"halfscale simulate --policy torch --policy deepspeed --set init_scale=64 \
   --set growth_interval=2 --pattern FFXFF
 

@@ -22,6 +22,16 @@ def test_synthetic_runs_are_runs_that_the_readers_accept(tmp_path: Path) -> None
         read_run(tmp_path, spec)
 
 
+def test_the_readers_read_what_the_pipeline_benchmark_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = runpy.run_path(str(BENCHMARKS / "pipeline.py"))
+    pipeline["time_readers"](16, tmp_path, everything=True)
+    printed = capsys.readouterr().out
+    for word in ("predictions of 16 runs: ", "page of 16 runs: ", "16 runs: tables ", ", report "):
+        assert word in printed
+
+
 def test_the_replay_benchmark_times_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
     benchmark = runpy.run_path(str(BENCHMARKS / "replay.py"))
     sizes = ["--configurations", "450", "--steps", "30", "--seeds", "2", "--sample", "2"]

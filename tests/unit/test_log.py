@@ -730,3 +730,22 @@ def test_the_json_has_everything() -> None:
 def test_what_cannot_be_asked_of_a_log(arguments: tuple[str, ...], line: str) -> None:
     write(csv_of("16F"))
     assert refuse("run.csv", *arguments).startswith(line)
+
+
+def test_a_scale_that_leaves_zero_is_a_fault_in_words() -> None:
+    write("step,scale,overflow\n0,2,1\n1,0,0\n2,4,0\n3,4,0\n")
+    inferred = infer(read_log(Path("run.csv")))
+    assert inferred.fault == "the scale rises from 0 to 4 after step 1, which no factor does"
+    assert inferred.choice() is None
+    result = CliRunner().invoke(app, ["replay", "--log", "run.csv", "--grid", "init_scale=2,4"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "rises from 0 to 4 after step 1" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_stray_quote_is_named_by_its_line(at: int) -> None:
+    lines = ["step,scale,overflow", *(f"{step},65536,0" for step in range(20_000))]
+    lines[at] = lines[at].replace(",", ',"', 1)
+    write("\n".join(lines))
+    with pytest.raises(ValueError, match=rf"^run\.csv, line {at + 1} is not CSV \(.+\); mend it"):
+        read_log(Path("run.csv"))

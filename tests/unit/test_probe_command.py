@@ -112,7 +112,7 @@ def test_it_records_what_the_workflows_job_records(folder: Path) -> None:
     by_hand, job = read_probe_file(Path("probe.parquet")), read_probe_file(folder / "job")
     assert by_hand.table.equals(job.table)
     assert by_hand.about and by_hand.about.spec == spec
-    assert job.about is None
+    assert job.about and (job.about.spec, job.about.version) == (spec, None)
 
 
 def test_a_training_that_diverges_midway_leaves_its_steps() -> None:

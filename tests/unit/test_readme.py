@@ -68,6 +68,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
+def test_the_probes_it_names_are_seeds_of_one_workload() -> None:
+    globs = re.findall(r"`results/probes/(\S+)/\*/probe\.parquet`", README)
+    assert globs == ["digits"]
+
+
 def test_every_command_is_run_by_a_test_or_by_ci() -> None:
     commands = {
         line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()

@@ -126,7 +126,40 @@ def test_figures_are_those_of_the_replay() -> None:
     assert ranks == list(range(1, len(ranks) + 1))
     assert (out["configurations"], out["steps"]) == (8, 100)
     assert len(out["ranked"]) == out["behaviours"]
-    assert out["compared"]["PyTorch's defaults"]["rank"]
+    default = out["compared"]["PyTorch's defaults"]
+    assert default["rank"] is None and 0 <= default["ahead"] <= out["behaviours"]
+
+
+def test_only_the_grid_is_ranked() -> None:
+    write_probe("p.parquet", CALM)
+    bad = ("--grid", "init_scale=2**20", "--compare", "init_scale=2**15")
+    out = succeed("p.parquet", *bad)
+    assert "1 configurations, 1 different behaviours; the best:" in out
+    table = rows(out)
+    assert [row[0] for row in table] == ["1", "<1", "<1"]
+    assert [row[7] for row in table] == [
+        "init_scale=2**20",
+        "PyTorch's defaults",
+        "--compare init_scale=2**15",
+    ]
+    assert "init_scale=2.0**20" in out.split("\n\n")[-2], "the line to paste is of the grid"
+    assert "a rank <1, 1–2 or >9: not in the grid" in " ".join(out.split())
+    data = json.loads(succeed("p.parquet", *bad, "--json"))
+    assert (data["behaviours"], len(data["ranked"])) == (1, 1)
+    assert data["compared"]["PyTorch's defaults"]["rank"] is None
+    assert rows(succeed("p.parquet", "--grid", "init_scale=2**15,2**20"))[-1][0] == "1–2"
+    assert rows(succeed("p.parquet", "--grid", "init_scale=2**15"))[-1][0] == ">1"
+
+
+def test_what_is_compared_has_the_rank_of_what_acts_like_it() -> None:
+    write_probe("p.parquet", CALM)
+    out = succeed("p.parquet", "--grid", "init_scale=2**15,2**16", "--grid", "growth_interval=500")
+    (best, second, default) = rows(out)
+    assert (best[0], second[0], default[0]) == ("1", "2", "2")
+    assert second[7].startswith("growth_interval=500")
+    assert "PyTorch's defaults (and 1 alike)" in out
+    assert "growth_interval=500 (and" not in out
+    assert "not in the grid" not in out
 
 
 def test_several_probes_are_several_seeds() -> None:
@@ -171,9 +204,39 @@ def test_probes_of_the_workflow_are_read_as_they_are(folder: Path) -> None:
         write_crafted_probe(folder / "results", spec)
     files = [str(Path("results") / spec.folder / "probe.parquet") for spec in specs]
     out = succeed(*files, *GRID)
-    assert out.startswith(f"{files[0]}: 100 steps\n{files[1]}: 100 steps\n")
-    assert '"cuda",' in out, "nothing says otherwise"
+    assert out.startswith(
+        f"{files[0]}: binary, seed 0, 100 steps\n{files[1]}: binary, seed 1, 100 steps\n"
+    )
+    assert '"cpu",' in out
     assert rows(succeed(str(Path("results") / specs[0].folder), *GRID))
+    Path(files[0]).with_name("probe.json").unlink()
+    out = succeed(files[0], *GRID)
+    assert out.startswith(f"{files[0]}: 100 steps\n")
+    assert '"cuda",' in out, "nothing says otherwise"
+
+
+def test_probes_of_the_workflow_are_checked_against_their_records(folder: Path) -> None:
+    same = {"binary": {"steps": 50}, "digits": {"steps": 50}}
+    plan = make_plan(seeds=[0], workloads=same)
+    for spec in plan.probes():
+        write_crafted_probe(folder, spec)
+    one, other = (spec.folder / "probe.parquet" for spec in plan.probes())
+    assert refuse(str(one), str(other)).startswith("the probes are not seeds of one training, but")
+    record = one.with_name("probe.json")
+    again = "; remove both and run the workflow again"
+    whole = record.read_text()
+    record.write_text(whole.replace('"seed": 0', '"seed": 1'))
+    assert refuse(str(one)) == f"{record} was edited after it was written{again}"
+    record.write_text(whole[:-20])
+    assert refuse(str(one)) == f"{record} is truncated or no probe record{again}"
+    record.write_text(whole)
+    write_crafted_probe(folder / "else", plan.probe("binary", 0), done=49)
+    one.write_bytes((folder / "else" / one).read_bytes())
+    assert refuse(str(one)) == (
+        f"{one} is not the probe that its probe.json was written with{again}"
+    )
+    alone = one.rename("alone.parquet")
+    assert succeed(str(alone), *GRID).startswith("alone.parquet: 49 steps\n")
 
 
 # --- refused ------------------------------------------------------------------------------------
@@ -196,7 +259,8 @@ def test_files_that_are_no_probe_are_refused(folder: Path) -> None:
         f"{trace} is the trace of a run, no probe; replay it as a log: halfscale replay --log "
         f"{trace}"
     )
-    assert refuse(str(empty)) == f"{empty} holds no step{record}"
+    failed = " (failed: building the workload)"
+    assert refuse(str(empty)) == f"{empty} holds no step{failed}{record}"
 
 
 def test_a_damaged_or_foreign_probe_is_refused(folder: Path) -> None:

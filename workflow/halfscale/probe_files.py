@@ -1,7 +1,8 @@
 """A probe in one file: recorded by hand, without a workflow around it.
 
 The table is that of `halfscale.records.PROBE_SCHEMA`. What was recorded, and how it ended, stands
-in the metadata of its Parquet schema. A workflow's ``probe.parquet`` is the same table without it.
+in the metadata of its Parquet schema. A workflow's ``probe.parquet`` is the same table without it;
+there the ``probe.json`` beside it says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from halfscale import __version__
 from halfscale.plan import ProbeSpec, canonical_json
-from halfscale.records import PROBE_SCHEMA, TRACE_SCHEMA, Outcome, write_atomically
+from halfscale.records import (
+    PROBE_SCHEMA,
+    TRACE_SCHEMA,
+    Outcome,
+    RecordError,
+    read_probe_record,
+    write_atomically,
+)
 
 _PREFIX = "halfscale."
 _RECORD = "record one with: halfscale probe path/to/file.py:build -o probe.parquet"
@@ -31,7 +39,7 @@ class ProbeAbout(BaseModel):
 
     Attributes:
         spec: What was recorded.
-        version: The version of halfscale that recorded it.
+        version: The version of halfscale that recorded it; None for a probe of a workflow.
         outcome: How the training ended.
         error: The error's text, or None.
         environment: What computed it: torch, device name, arithmetic, threads.
@@ -40,7 +48,7 @@ class ProbeAbout(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     spec: ProbeSpec
-    version: str
+    version: str | None
     outcome: Outcome
     error: str | None
     environment: dict[str, str | int]
@@ -98,7 +106,8 @@ def read_probe_file(path: Path) -> ProbeFile:
     """Read a probe: a file of `write_probe_file`, or one that a workflow left, or its folder.
 
     Raises:
-        ValueError: If it is no probe or holds no step; one line that says what to do.
+        ValueError: If it is no probe, holds no step or is not what the ``probe.json`` beside it was
+            written with; one line that says what to do.
     """
     file = path / ProbeSpec.table_name if path.is_dir() else path
     if not file.is_file():
@@ -121,7 +130,7 @@ def read_probe_file(path: Path) -> ProbeFile:
 def _read_about(file: Path, table: pa.Table) -> ProbeAbout | None:
     metadata = {key.decode(): value for key, value in (table.schema.metadata or {}).items()}
     if f"{_PREFIX}spec" not in metadata:
-        return None
+        return _read_beside(file)
     try:
         given: dict[str, Any] = {
             key: metadata[_PREFIX + key].decode() for key in ("version", "outcome", "error")
@@ -131,6 +140,20 @@ def _read_about(file: Path, table: pa.Table) -> ProbeAbout | None:
         return ProbeAbout(spec=spec, environment=environment, error=error, **given)
     except (KeyError, ValueError, ValidationError):
         raise ValueError(f"{file}: what it says of itself cannot be read; {_RECORD}") from None
+
+
+def _read_beside(file: Path) -> ProbeAbout | None:
+    """What the record beside a workflow's probe says; None if there is none."""
+    if file.name != ProbeSpec.table_name or not (file.parent / ProbeSpec.record_name).is_file():
+        return None
+    try:
+        record = read_probe_record(file.parent)
+    except RecordError as error:
+        raise ValueError(f"{error.fault}; remove both and run the workflow again") from None
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}; make it readable") from None
+    given = record.model_dump(include={"spec", "outcome", "error", "environment"})
+    return ProbeAbout(version=None, **given)
 
 
 def _describe_other(file: Path, table: pa.Table) -> str:

@@ -45,7 +45,15 @@ TRACE_SCHEMA = pa.schema(
 
 
 class RecordError(RuntimeError):
-    """A run file is missing, damaged or belongs to something else; the message names it."""
+    """A run file is missing, damaged or belongs to something else; the message names it.
+
+    Attributes:
+        fault: The file and what is wrong with it, without how to mend it.
+    """
+
+    def __init__(self, fault: str, mend: str = "") -> None:
+        super().__init__(fault + mend)
+        self.fault = fault
 
 
 PROBE_SCHEMA = pa.schema(
@@ -242,6 +250,20 @@ def read_probe(results: Path, spec: ProbeSpec) -> tuple[ProbeRecord, pa.Table]:
     return _read(ProbeRecord, PROBE_SCHEMA, results, spec)
 
 
+def read_probe_record(folder: Path) -> ProbeRecord:
+    """Read what lies beside a probe's table, whatever plan it is of, and check both.
+
+    Raises:
+        RecordError: Naming the file and what is wrong with it.
+    """
+    path = folder / ProbeSpec.record_name
+    record = _read_record(ProbeRecord, path, folder)
+    if record.digest != record.spec.digest:
+        refuse(path, folder, "is the result of another specification than it says")
+    _check_table(record, path, folder)
+    return record
+
+
 def probe_counts(table: pa.Table, tensors: str) -> NDArray[np.int64]:
     """Elements by exponent in the table of a probe, shape (steps, BINS).
 
@@ -276,17 +298,24 @@ def _read(
             folder,
             f"is the result of another specification ({record.digest}, not {spec.digest})",
         )
-    table_path = folder / spec.table_name
+    table_path = _check_table(record, path, folder)
     try:
-        if file_digest(table_path) != record.trace_sha256:
-            reason = f"is not the {table_path.stem} that its {path.name} was written with"
-            refuse(table_path, folder, reason)
         table = pq.read_table(table_path, schema=schema)
-    except FileNotFoundError:
-        refuse(table_path, folder, "is missing")
     except pa.ArrowException as error:
         refuse(table_path, folder, f"cannot be read: {error}")
     return record, table
+
+
+def _check_table(record: RunRecord | ProbeRecord, path: Path, folder: Path) -> Path:
+    """The table beside a record, if it is the one it was written with."""
+    table = folder / record.spec.table_name
+    try:
+        digest = file_digest(table)
+    except FileNotFoundError:
+        refuse(table, folder, "is missing")
+    if digest != record.trace_sha256:
+        refuse(table, folder, f"is not the {table.stem} that its {path.name} was written with")
+    return table
 
 
 def _read_record(kind: type[Record], path: Path, folder: Path) -> Record:
@@ -311,6 +340,7 @@ def refuse(path: Path, folder: Path, reason: str) -> NoReturn:
         RecordError: Always.
     """
     raise RecordError(
-        f"{path} {reason}. Mend it: remove the folder and run the same command again: "
-        f"rm -r {shlex.quote(str(folder))}"
+        f"{path} {reason}",
+        ". Mend it: remove the folder and run the same command again: "
+        f"rm -r {shlex.quote(str(folder))}",
     ) from None

@@ -29,13 +29,16 @@ class Standing:
     Attributes:
         choice: The configuration.
         row: Its row in the replay.
-        place: Its rank among different behaviours, from 1; None if it aborts or gets stuck.
-        alike: How many configurations behave like it, itself included.
+        place: Its rank among the grid's different behaviours, from 1; None if it is none of
+            them, or aborts or gets stuck.
+        ahead: How many of the grid's behaviours are better; None if it aborts or gets stuck.
+        alike: How many configurations of the grid behave like it, and itself.
     """
 
     choice: PolicyChoice
     row: int
     place: int | None
+    ahead: int | None
     alike: int
 
 
@@ -47,7 +50,7 @@ class Comparison:
         files: The probes.
         result: The replay of the grid, PyTorch's defaults and what is to be compared.
         asked: How many configurations the grid holds.
-        standings: The best of each behaviour, best first; all of them.
+        standings: The best of each behaviour in the grid, best first; all of them.
         compared: PyTorch's defaults, then what is to be compared, by the names to show.
     """
 
@@ -82,7 +85,7 @@ def compare(
     named = {"PyTorch's defaults": DEFAULT, **wanted}
     rows = choices + [choice for choice in named.values() if choice not in choices]
     result = replay(rows, probes)
-    standings, by_row = rank_behaviours(result)
+    standings, by_row = rank_behaviours(result, len(choices))
     places = {name: by_row[rows.index(choice)] for name, choice in named.items()}
     return Comparison(files, result, len(choices), standings, places)
 
@@ -109,21 +112,32 @@ def _read_all(paths: Sequence[Path]) -> tuple[ProbeFile, ...]:
     return files
 
 
-def rank_behaviours(result: Replay) -> tuple[list[Standing], list[Standing]]:
+def rank_behaviours(result: Replay, asked: int) -> tuple[list[Standing], list[Standing]]:
     """The configurations by what they do: those whose scales are the same at every step are one.
 
+    Args:
+        result: The replay of a grid and, after it, of others, which are placed but not ranked.
+        asked: How many configurations the grid holds.
+
     Returns:
-        The first of each behaviour, best first; and the standing of every row.
+        The first of each behaviour in the grid, best first; and the standing of every row.
     """
     marks = [row.tobytes() for row in result.fingerprint]
     groups: dict[bytes, list[int]] = {}
+    ahead: dict[int, int] = {}
     for row in rank([result]):
-        groups.setdefault(marks[row], []).append(row)
+        ahead[row] = len(groups)
+        if row < asked:
+            groups.setdefault(marks[row], []).append(row)
     places = {mark: place for place, mark in enumerate(groups, 1)}
-    by_row = [
-        Standing(choice, row, places.get(mark), len(groups.get(mark, [row])))
-        for row, (choice, mark) in enumerate(zip(result.choices, marks, strict=True))
-    ]
+
+    def standing(row: int) -> Standing:
+        place = places.get(marks[row])
+        before = ahead.get(row) if place is None else place - 1
+        alike = len(groups.get(marks[row], [])) + (place is None or row >= asked)
+        return Standing(result.choices[row], row, place, before, alike)
+
+    by_row = [standing(row) for row in range(len(marks))]
     return [by_row[rows[0]] for rows in groups.values()], by_row
 
 
@@ -141,25 +155,26 @@ def measures(result: Replay, row: int) -> dict[str, Any]:
     }
 
 
+_NOTE = (
+    "cost in steps; streak: most skipped in a row; below: applied steps below the usable window; "
+    "regret in bits; a range is over the probes"
+)
+_OUTSIDE = "; a rank <1, 1–2 or >9: not in the grid, where it would stand"
 HEAD = ["rank", "cost", "skipped", "streak", "below", "final scale", "regret", "configuration"]
 
 
 def describe_comparison(comparison: Comparison, top: int) -> str:
     """The objective, the ranked table, where the compared ones stand, and the line to paste."""
-    result, standings = comparison.result, comparison.standings
+    standings = comparison.standings
     lines = [_describe_probe(file) for file in comparison.files]
     lines += ["", fill(OBJECTIVE), ""]
     lines.append(
         f"{comparison.asked} configurations, {len(standings)} different behaviours; the best:"
     )
-    rows = [HEAD, *(_row(result, s, describe(s.choice)) for s in standings[:top])]
-    rows += [_row(result, s, name) for name, s in comparison.compared.items()]
-    lines.append(tabulate(rows))
-    note = (
-        "(cost in steps; streak: most skipped in a row; below: applied steps below the usable "
-        "window; regret in bits; a range is over the probes)"
-    )
-    lines.append(fill(note))
+    outside = _OUTSIDE if _has_outside(comparison) else ""
+    rows = [HEAD, *(_row(comparison, s, describe(s.choice)) for s in standings[:top])]
+    rows += [_row(comparison, s, name) for name, s in comparison.compared.items()]
+    lines += [tabulate(rows), fill(f"({_NOTE}{outside})")]
     if not standings:
         lines += ["", "every configuration aborts or gets stuck; try a lower init_scale"]
         return "\n".join(lines)
@@ -176,13 +191,31 @@ def _describe_probe(file: ProbeFile) -> str:
     return f"{file.path}: {spec.workload}, seed {spec.seed}, {spec.steps} steps{ended}"
 
 
-def _row(result: Replay, standing: Standing, name: str) -> list[str]:
+def _has_outside(comparison: Comparison) -> bool:
+    standings = comparison.compared.values()
+    return any(s.place is None and s.ahead is not None for s in standings)
+
+
+def _rank(standing: Standing, behaviours: int) -> str | None:
+    """Its place, or between which it would have one; None if it aborts or gets stuck."""
+    if standing.ahead is None:
+        return None
+    if standing.place is not None:
+        return str(standing.place)
+    if not standing.ahead:
+        return "<1"
+    within = standing.ahead < behaviours
+    return f"{standing.ahead}–{standing.ahead + 1}" if within else f">{behaviours}"
+
+
+def _row(comparison: Comparison, standing: Standing, name: str) -> list[str]:
+    result = comparison.result
     figures = measures(result, standing.row)
     left_out = "aborts" if figures["aborted"] else "stuck"
     alike = f" (and {standing.alike - 1} alike)" if standing.alike > 1 else ""
     finals = sorted({show_number(value) for value in result.final_scale[standing.row].tolist()})
     return [
-        str(standing.place or left_out),
+        _rank(standing, len(comparison.standings)) or left_out,
         f"{figures['cost']:.4g}",
         spread(figures["skipped"], 9),
         spread(figures["longest_streak"], 9),
@@ -211,6 +244,7 @@ def comparison_as_json(comparison: Comparison, top: int) -> dict[str, Any]:
     def entry(standing: Standing) -> dict[str, Any]:
         return {
             "rank": standing.place,
+            "ahead": standing.ahead,
             **standing.choice.model_dump(),
             **measures(result, standing.row),
             "alike": standing.alike,

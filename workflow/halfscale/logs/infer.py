@@ -198,6 +198,8 @@ class _Movements:
         if after < before:
             return f"the scale falls from {before:g} to {after:g} after step {step}, no overflow"
         self.clean += 1
+        if after > before == 0:
+            return f"the scale rises from 0 to {after:g} after step {step}, which no factor does"
         if after > before:
             fault = self.growth.take(step, before, after)
             return f"the growth of {fault}" if fault else self._take_growth(step)

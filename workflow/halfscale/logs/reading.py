@@ -81,10 +81,22 @@ def _read_rows(file: Path, content: bytes) -> Iterator[Row]:
         return
     head = text.lstrip().partition("\n")[0]
     delimiter = max(",;\t", key=head.count)
+    yield from _read_csv(file, text, delimiter)
+
+
+def _read_csv(file: Path, text: str, delimiter: str) -> Iterator[Row]:
     reader = csv.DictReader(io.StringIO(text), delimiter=delimiter, skipinitialspace=True)
-    for row in reader:
-        # A line cut off, as by a crash, lacks its last cells: they are None, as a blank one.
-        yield f"line {reader.line_num}", {str(key): value for key, value in row.items()}
+    line = 0
+    try:
+        for row in reader:
+            line = reader.line_num
+            # A line cut off, as by a crash, lacks its last cells: they are None, as a blank one.
+            yield f"line {line}", {str(key): value for key, value in row.items()}
+    except csv.Error as error:
+        # An open quote is noticed long after the line that it stands in.
+        raise ValueError(
+            f"{file}, line {line + 1} is not CSV ({error}); mend it, as by removing a stray quote"
+        ) from None
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
