@@ -13,11 +13,11 @@ from halfscale.calibration import (
     CALIBRATION_COLUMNS,
     calibrate,
     describe_worst,
-    longest_streak,
     summarise_calibration,
     within_tolerance,
 )
 from halfscale.records import RecordError
+from halfscale.tables import longest_streak
 
 KEY = {"workload": "binary", "configuration": "a", "seed": 0}
 

@@ -17,6 +17,7 @@ import pandas as pd
 from halfscale.plan import Plan
 from halfscale.records import RecordError
 from halfscale.replay_seal import check_replay
+from halfscale.tables import longest_streak
 
 TOLERANCE = 1
 """A prediction is good if it is off by this many skipped steps at most."""
@@ -139,12 +140,6 @@ def _name_end(run: Mapping[str, Any], compared: int, decided: int) -> str:
     """Why a run is compared over some of its steps only."""
     ended = "the probe" if compared < decided else f"the run, {run['outcome']},"
     return f"compared over {compared} of {run['steps']} steps, then {ended} ended"
-
-
-def longest_streak(skipped: np.ndarray) -> int:
-    """Most skipped steps in a row."""
-    text = "".join("X" if skip else " " for skip in skipped)
-    return max(map(len, text.split(" ")), default=0)
 
 
 def _scale_after(steps: pd.DataFrame, compared: int, final: float) -> float:

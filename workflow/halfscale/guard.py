@@ -100,7 +100,8 @@ def extended(plan: Plan, results: Path) -> Plan:
 
 def find_run(plan: Plan, results: Path, workload: str, arm: str, seed: int) -> RunSpec:
     """The specification of a run, or the end of the process with one line if there is none."""
-    whole = extended(plan, results)
+    # The proposals are read only for what they hold: a large plan asks this of every run.
+    whole = extended(plan, results) if is_found(arm) else plan
     if workload not in whole.workloads or arm not in whole.arms:
         what = f"{workload} or no configuration {arm}"
         hint = "; what the search finds can be asked for once it has run" if is_found(arm) else ""

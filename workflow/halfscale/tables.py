@@ -118,7 +118,7 @@ def measure_run(spec: RunSpec, record: RunRecord, trace: pa.Table) -> dict[str, 
         "initial_loss": loss[0] if done else math.nan,
         "final_loss": smoothed[-1] if done and math.isfinite(loss[-1]) else math.nan,
         "skipped_steps": int((~applied).sum()),
-        "longest_skip_streak": _longest_streak(~applied),
+        "longest_skip_streak": longest_streak(~applied),
         "growths": growths,
         "backoffs": backoffs,
         "final_scale": record.final_scale,
@@ -135,7 +135,8 @@ def measure_run(spec: RunSpec, record: RunRecord, trace: pa.Table) -> dict[str, 
     }
 
 
-def _longest_streak(skipped: np.ndarray) -> int:
+def longest_streak(skipped: np.ndarray) -> int:
+    """Most skipped steps in a row."""
     longest = current = 0
     for skip in skipped:
         current = current + 1 if skip else 0
