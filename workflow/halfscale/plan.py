@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from halfscale.policies import POLICIES, Policy, make_policy
 
@@ -239,6 +239,16 @@ class ProbeSpec(JobSpec):
         return f"workload={self.workload} probe seed={self.seed}"
 
 
+class Execution(_Block):
+    """How the jobs are carried out. It decides no number, so no digest and no JSON holds it.
+
+    Attributes:
+        warm_workers: Whether local jobs are forked from one process that has imported torch.
+    """
+
+    warm_workers: bool = True
+
+
 class Plan(_Block):
     """A checked configuration: what is to be run, independent of the order it was written in."""
 
@@ -249,6 +259,7 @@ class Plan(_Block):
     workloads: dict[str, WorkloadPlan]
     configurations: dict[str, PolicyChoice]
     search: SearchPlan | None = None
+    execution: Execution = Field(default=Execution(), exclude=True)
 
     @property
     def arms(self) -> list[str]:

@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
 from halfscale.config import parse_number, parse_whole, refuse_key
 from halfscale.devices import count_gpus
 from halfscale.naming import find_fault, suggest_name
-from halfscale.plan import Plan, PolicyChoice
+from halfscale.plan import Execution, Plan, PolicyChoice
 from halfscale.policies import POLICIES
 from halfscale.search_plan import plan_search
 from halfscale.workload_plan import plan_workload
@@ -34,6 +34,7 @@ class _Config(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, _within(1, 1024)] = 1
     search: Any = True
+    warm_workers: StrictBool = True
 
 
 def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
@@ -73,6 +74,7 @@ def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
             for name, block in sorted(checked.configurations.items())
         },
         search=plan_search(checked.search, source),
+        execution=Execution(warm_workers=checked.warm_workers),
     )
 
 
@@ -161,6 +163,7 @@ _EXAMPLES: dict[str, Any] = {
     "device": "auto",
     "threads": 1,
     "search": {"proposals": 2},
+    "warm_workers": True,
 }
 
 
@@ -176,6 +179,7 @@ def _refuse_first(error: ValidationError, source: str) -> NoReturn:
         "missing": "is missing",
         "dict_type": "must be a block of keys and values",
         "list_type": "must be a list",
+        "bool_type": "must be true or false",
         "literal_error": f"must be one of {first.get('ctx', {}).get('expected')}",
     }
     reason = reasons.get(first["type"], first["msg"].removeprefix("Value error, "))
