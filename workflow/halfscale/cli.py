@@ -106,9 +106,11 @@ def _end_with_owner() -> None:
 @_by_hand
 def check(config: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
     """Check a configuration file and say what it would run."""
+    from halfscale.devices import count_gpus
     from halfscale.planner import build_plan
 
-    plan = build_plan(read_config(config), str(config))
+    # The file may be for a cluster, and this its login node.
+    plan = build_plan(read_config(config), str(config), elsewhere=True)
     runs, probes = len(list(plan.runs())), len(list(plan.probes()))
     print(
         f"{config}: {runs} runs on {plan.device}: {', '.join(sorted(plan.workloads))} × "
@@ -116,6 +118,8 @@ def check(config: Annotated[Path, typer.Argument(help="A configuration file.")])
     )
     more = plan.search.proposals * probes if plan.search else 0
     print(f"beside them {probes} probes, and up to {more} runs of what the search finds")
+    if plan.device == "cuda" and not count_gpus():
+        print("this machine has no GPU that torch can use; they can only run on a cluster's")
 
 
 @_by_hand

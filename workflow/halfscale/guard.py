@@ -61,7 +61,10 @@ def _prepend(environment: os._Environ[str], name: str, folder: str) -> None:
 
 
 def load_plan(
-    config: Mapping[str, Any], workflow_folder: Path, given_files: Iterable[Path | str] = ()
+    config: Mapping[str, Any],
+    workflow_folder: Path,
+    given_files: Iterable[Path | str] = (),
+    elsewhere: bool = False,
 ) -> Plan:
     """The plan of this workflow, or the end of the process with one line that says why not.
 
@@ -71,6 +74,7 @@ def load_plan(
             workflow's folder, is read and ``config`` laid over it.
         workflow_folder: The folder of the Snakefile.
         given_files: The files of ``--configfile``, checked again for repeated keys.
+        elsewhere: Whether the runs may be on other machines than this one.
     """
     try:
         source = "the configuration"
@@ -85,7 +89,7 @@ def load_plan(
             )
             source = str(path)
             merged = _lay_over(read_config(path), merged)
-        return build_plan(merged, source)
+        return build_plan(merged, source, elsewhere=elsewhere)
     except ConfigError as error:
         sys.exit(f"halfscale: {error}")
 

@@ -244,9 +244,11 @@ class Execution(_Block):
 
     Attributes:
         warm_workers: Whether local jobs are forked from one process that has imported torch.
+        device_found: Whether the device is what was found on this machine, not what was asked for.
     """
 
     warm_workers: bool = True
+    device_found: bool = False
 
 
 class Plan(_Block):

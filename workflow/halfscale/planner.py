@@ -37,12 +37,15 @@ class _Config(BaseModel):
     warm_workers: StrictBool = True
 
 
-def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
+def build_plan(
+    config: Mapping[str, Any], source: str = "config.yaml", *, elsewhere: bool = False
+) -> Plan:
     """Check a configuration and resolve it: defaults, device, code digests.
 
     Args:
         config: The content of the configuration file, overrides applied.
         source: What errors call it.
+        elsewhere: Whether the runs may be on other machines: ``cuda`` is then taken without a GPU.
 
     Raises:
         ConfigError: With the file, the key, the value and what to write instead, on one line.
@@ -60,7 +63,7 @@ def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
     if not checked.workloads:
         refuse_key(source, ("workloads",), {}, "is empty", {"binary": {"steps": 100}})
     return Plan(
-        device=_resolve_device(checked.device, source),
+        device=_resolve_device(checked.device, source, elsewhere),
         threads=checked.threads,
         seeds=tuple(sorted(checked.seeds)),
         workloads={
@@ -74,7 +77,9 @@ def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
             for name, block in sorted(checked.configurations.items())
         },
         search=plan_search(checked.search, source),
-        execution=Execution(warm_workers=checked.warm_workers),
+        execution=Execution(
+            warm_workers=checked.warm_workers, device_found=checked.device == "auto"
+        ),
     )
 
 
@@ -145,15 +150,25 @@ def _like_number(value: object) -> object:
     return value
 
 
-def _resolve_device(wanted: str, source: str) -> Literal["cpu", "cuda"]:
-    if wanted == "cpu":
-        return "cpu"
-    if count_gpus():
-        return "cuda"
-    if wanted == "cuda":
+def _resolve_device(
+    wanted: Literal["auto", "cpu", "cuda"], source: str, elsewhere: bool
+) -> Literal["cpu", "cuda"]:
+    if wanted == "auto":
+        return "cuda" if count_gpus() else "cpu"
+    if wanted == "cuda" and not elsewhere:
+        refuse_missing_gpu(source)
+    return wanted
+
+
+def refuse_missing_gpu(source: str) -> None:
+    """Refuse ``device: cuda`` if this machine has no GPU for it.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if not count_gpus():
         reason = "no NVIDIA GPU that torch can use was found on this machine"
-        refuse_key(source, ("device",), wanted, reason, "auto")
-    return "cpu"
+        refuse_key(source, ("device",), "cuda", reason, "auto")
 
 
 _EXAMPLES: dict[str, Any] = {
