@@ -283,12 +283,13 @@ def verdict(
     checked = Plan.model_validate_json(plan.read_text(encoding="utf-8"))
     table = pd.read_csv(runs)
     decided = decide(table, checked.configurations)
-    write_json(output, build_recommendation(checked, table, decided))
     if decided.recommended:
         choice = checked.configurations[decided.recommended]
         write_settings(express(choice.policy, choice.parameters, checked.device), settings)
     else:
         write_text(settings / "settings.md", f"{decided.sentence} There are no settings.\n")
+    # Last: a folder that is there need not be whole, where failed jobs keep what they wrote.
+    write_json(output, build_recommendation(checked, table, decided))
     print(decided.sentence)
 
 
