@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -112,6 +113,41 @@ def test_a_run_for_a_gpu_fails_on_a_machine_without_one(monkeypatch: pytest.Monk
         else:
             with pytest.raises(RuntimeError, match="has no GPU that torch can use"):
                 stop_without_gpu(probe)
+
+
+REPOSITORY = Path(__file__).parents[2]
+# Each command of docs/clusters.md, the file that runs it and how it stands there.
+RUN_BY = {
+    '.venv/bin/pip install -e ".[slurm]" -c envs/constraints.txt': (
+        "pyproject.toml",
+        '"halfscale[slurm]",',
+    ),
+    ".venv/bin/snakemake --workflow-profile profiles/slurm": (
+        "tests/slurm/conftest.py",
+        '("--workflow-profile", str(self.source / "profiles" / "slurm"))',
+    ),
+    "sbatch profiles/slurm/one-allocation.sh": (
+        "tests/slurm/test_slurm.py",
+        '"profiles/slurm/one-allocation.sh"',
+    ),
+    "sbatch --partition=gpu --account=me --time=08:00:00 profiles/slurm/one-allocation.sh"
+    " --configfile mine.yaml": (
+        "tests/slurm/test_slurm.py",
+        '"--time=00:10:00", script, "-s",',
+    ),
+}
+
+
+def test_every_command_of_the_page_is_run_by_a_test_or_by_the_makefile() -> None:
+    page = (REPOSITORY / "docs" / "clusters.md").read_text(encoding="utf-8")
+    commands = {
+        line
+        for block in re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL)
+        for line in block.splitlines()
+    }
+    assert commands == set(RUN_BY)
+    for file, written in RUN_BY.values():
+        assert written in (REPOSITORY / file).read_text(encoding="utf-8"), (file, written)
 
 
 OWNER = """
