@@ -10,6 +10,7 @@ FOLDER = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
 sys.path.insert(0, str(FOLDER / "workflow"))
 
 from halfscale import cluster, guard, sources
+from halfscale.warm import keeper
 
 ELSEWHERE = cluster.may_run_elsewhere(workflow)
 PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles, ELSEWHERE)
@@ -19,11 +20,9 @@ FIGURES = guard.FIGURES
 RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
 
 guard.prepare_jobs()
+keeper.offer_worker(PLAN, workflow.is_main_process)
 if workflow.is_main_process:
-    guard.clear_stale_locks()
-    guard.reopen_failed(PLAN, RESULTS)
-    guard.reopen_predictions(PLAN, RESULTS)
-    guard.stop_if_outdated(PLAN, RESULTS)
+    guard.check_results(PLAN, RESULTS)
 
 
 rule all:
@@ -48,6 +47,7 @@ include: "workflow/rules/report.smk"
 onstart:
     cluster.prepare(PLAN, workflow)
     guard.hold_lock()
+    guard.drop_rate_limit(workflow)
 
 
 onsuccess:

@@ -115,7 +115,7 @@ def test_ctrl_c_cancels_the_jobs_and_the_same_command_finishes(
     process.send_signal(signal.SIGINT)
     assert finish(process).code != 0
     # Mostly long before; but the executor forgets its jobs while it asks Slurm how they do.
-    wait_until(lambda: not slurm.queue(bench.path), 15, "the job is cancelled")
+    wait_until(lambda: not slurm.queue(bench.path), 30, "the job is cancelled")
     assert not (bench.path / SECOND).exists()
     assert bench.plan(SECOND).trains == trains("second")
 
@@ -128,7 +128,7 @@ def test_a_killed_snakemake_leaves_no_job_and_the_next_one_finishes_one_job_a_gp
     process = bench.start(SECOND)
     wait_for_training(bench, "second")
     process.kill()
-    wait_until(lambda: not slurm.queue(bench.path), 15, "the job is cancelled")
+    wait_until(lambda: not slurm.queue(bench.path), 30, "the job is cancelled")
     finish(process)
     (job,) = slurm.jobs(bench.path)
     assert job.state == "CANCELLED"
@@ -173,12 +173,12 @@ def test_one_allocation_ends_cleanly_before_its_limit_and_the_next_one_finishes(
     said = bench.path / f"halfscale-{number}.log"
     ended = "(Rule: train)"
     wait_until(
-        lambda: said.exists() and said.read_text().count(ended) == 4, 120, "the other runs end"
+        lambda: said.exists() and said.read_text().count(ended) == 4, 240, "the other runs end"
     )
     wait_for_training(bench, "second")
     # What --signal=B:INT@60 of the script does a minute before the limit.
     slurm.call("scancel", "--batch", "--signal=INT", number)
-    job = wait_for_end(slurm, bench, number, 30)
+    job = wait_for_end(slurm, bench, number, 60)
     assert (job.state, job.asked) == ("FAILED", "gres:gpu:1")
     assert "Terminating processes on user request" in said.read_text()
     assert not (bench.path / SECOND).exists()
@@ -188,7 +188,7 @@ def test_one_allocation_ends_cleanly_before_its_limit_and_the_next_one_finishes(
     before = {run: run.stat().st_mtime_ns for run in others}
     del bench.environment["PYTHONPATH"]
     number = submit_whole(slurm, bench)
-    assert wait_for_end(slurm, bench, number, 120).state == "COMPLETED"
+    assert wait_for_end(slurm, bench, number, 240).state == "COMPLETED"
     assert {run: run.stat().st_mtime_ns for run in others} == before
     assert_same_tables(bench, local)
 

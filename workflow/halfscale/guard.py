@@ -152,6 +152,14 @@ def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
+def check_results(plan: Plan, results: Path) -> None:
+    """Put right what is left of earlier workflows; for the process that a user started alone."""
+    clear_stale_locks()
+    reopen_failed(plan, results)
+    reopen_predictions(plan, results)
+    stop_if_outdated(plan, results)
+
+
 def clear_stale_locks() -> None:
     """Remove the lock that a killed Snakemake left on this workflow's files, and only that one.
 
@@ -176,6 +184,21 @@ def clear_stale_locks() -> None:
 def hold_lock() -> None:
     """Mark this workflow as running, for as long as the process lives; call it when jobs start."""
     _hold_lock(patience=10.0)
+
+
+def drop_rate_limit(workflow: Any) -> None:
+    """Take away Snakemake's default limit of 100 jobs a second: no jobs here come faster.
+
+    To keep it, Snakemake 9 looks at all ready jobs again a second after each look: every finished
+    job adds one more look a second, which after some hundred short jobs takes all of a core. A
+    limit that a user asked for stays, and so does that of a cluster.
+
+    Args:
+        workflow: Snakemake's own object of that name.
+    """
+    limiter = getattr(workflow.scheduler, "job_rate_limiter", None)
+    if workflow.local_exec and limiter and (limiter.max_jobs, limiter.timespan) == (100, 1):
+        workflow.scheduler.job_rate_limiter = None
 
 
 def _hold_lock(patience: float = 0.0) -> bool:
