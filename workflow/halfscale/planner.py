@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
 from halfscale.config import parse_number, parse_whole, refuse_key
-from halfscale.devices import count_gpus
+from halfscale.devices import GpuError, count_gpus
 from halfscale.naming import find_fault, suggest_name
 from halfscale.plan import Execution, Plan, PolicyChoice
 from halfscale.policies import POLICIES
@@ -148,8 +148,12 @@ def _like_number(value: object) -> object:
 def _resolve_device(wanted: str, source: str) -> Literal["cpu", "cuda"]:
     if wanted == "cpu":
         return "cpu"
-    if count_gpus():
-        return "cuda"
+    try:
+        if count_gpus():
+            return "cuda"
+    except GpuError as error:
+        reason = f"{error}, or leave the GPUs alone"
+        refuse_key(source, ("device",), wanted, reason, "cpu")
     if wanted == "cuda":
         reason = "no NVIDIA GPU that torch can use was found on this machine"
         refuse_key(source, ("device",), wanted, reason, "auto")
