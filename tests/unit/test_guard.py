@@ -344,3 +344,16 @@ def test_a_run_that_is_not_in_the_plan_ends_with_one_line() -> None:
             guard.find_run(plan, Path("nowhere"), workload, arm, 0)
     with pytest.raises(SystemExit, match="can be asked for once it has run"):
         guard.find_run(plan, Path("nowhere"), "binary", "found-1", 0)
+
+
+def test_jobs_find_the_runs_per_gpu_in_their_environment(
+    folder: Path, workflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFSCALE_RUNS_PER_GPU", "7")
+    plan = guard.load_plan({}, workflow)
+    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "1"
+    shared = guard.load_plan({"runs_per_gpu": "2**1"}, workflow)
+    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "2"
+    assert shared.execution.runs_per_gpu == 2
+    assert shared.canonical_json() == plan.canonical_json()
+    assert [job.digest for job in shared.jobs()] == [job.digest for job in plan.jobs()]

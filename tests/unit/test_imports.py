@@ -13,7 +13,7 @@ from halfscale.sources import PACKAGE
 FAST = [
     *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
     *("grid", "search_plan", "planner", "proposals", "guard", "policies"),
-    *("single", "wording", "quick"),
+    *("single", "wording", "quick", "gpus"),
 ]
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
@@ -25,7 +25,10 @@ TORCH_FREE = [
     *("replay", "replay_seal", "search", "predict", "probe_files", "candidates", "replaying"),
     *("logs", "cli"),
 ]
-GROUND = (*(set(FAST) - {"quick"}), "records", "magnitudes", "probe_files", "replay_seal")
+GROUND = (
+    *(set(FAST) - {"quick"}),
+    *("records", "magnitudes", "probe_files", "replay_seal"),
+)
 PARTS = ("scaling", "precision", "workloads", "own")
 DOING = (
     *("train", "steps", "verify", "faults", "machine", "tryout", "probe", "batches", "replay"),

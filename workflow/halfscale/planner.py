@@ -35,6 +35,7 @@ class _Config(BaseModel):
     threads: Annotated[int, _within(1, 1024)] = 1
     search: Any = True
     warm_workers: StrictBool = True
+    runs_per_gpu: Annotated[int, _within(1, 1024)] = 1
 
 
 def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
@@ -74,7 +75,7 @@ def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
             for name, block in sorted(checked.configurations.items())
         },
         search=plan_search(checked.search, source),
-        execution=Execution(warm_workers=checked.warm_workers),
+        execution=Execution(warm_workers=checked.warm_workers, runs_per_gpu=checked.runs_per_gpu),
     )
 
 
@@ -168,6 +169,7 @@ _EXAMPLES: dict[str, Any] = {
     "threads": 1,
     "search": {"proposals": 2},
     "warm_workers": True,
+    "runs_per_gpu": 1,
 }
 
 
