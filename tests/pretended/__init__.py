@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NVML = Path(__file__).with_name("nvml")
+CUDA = Path(__file__).with_name("cuda")
 
 
 def uuid(number: int, kind: str = "GPU") -> str:
@@ -32,4 +33,19 @@ def pretend_gpus(folder: Path, gpus: Sequence[dict[str, Any]]) -> dict[str, str]
         "PYTHONPATH": os.pathsep.join([str(folder), str(NVML)]),
         "PRETENDED_GPUS": json.dumps(gpus),
         "HALFSCALE_GPU_LOCKS": str(folder / "locks"),
+    }
+
+
+def pretend_cuda(folder: Path, gpus: Sequence[dict[str, Any]], together: int) -> dict[str, str]:
+    """The same, on which runs for CUDA train as well, so many of them at a time.
+
+    The first so many note what they see in the folder ``seen``.
+    """
+    environment = pretend_gpus(folder, gpus)
+    seen = folder / "seen"
+    seen.mkdir()
+    return environment | {
+        "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(CUDA)]),
+        "PRETENDED_SEEN": str(seen),
+        "PRETENDED_TOGETHER": str(together),
     }

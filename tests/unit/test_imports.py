@@ -21,13 +21,13 @@ READING = (
     *("calibration", "replay_plots", "replay_fragments"),
 )
 TORCH_FREE = [
-    *(*FAST, "records", "magnitudes", *READING),
+    *(*FAST, "records", "magnitudes", "gpu_use", *READING),
     *("replay", "replay_seal", "search", "predict", "probe_files", "candidates", "replaying"),
     *("logs", "cli"),
 ]
 GROUND = (
     *(set(FAST) - {"quick"}),
-    *("records", "magnitudes", "probe_files", "replay_seal"),
+    *("records", "magnitudes", "gpu_use", "probe_files", "replay_seal"),
 )
 PARTS = ("scaling", "precision", "workloads", "own")
 DOING = (

@@ -16,13 +16,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from halfscale import __version__, quick
 from halfscale.config import read_config
 from halfscale.guard import OWNER
+
+if TYPE_CHECKING:
+    from halfscale.records import JobRecord
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -112,6 +115,12 @@ def _own_gpu(device: str) -> AbstractContextManager[object]:
     return hold_gpu(say=lambda line: print(line, flush=True))
 
 
+def _print_end(record: JobRecord) -> None:
+    if record.gpu:
+        print(f"gpu: {record.gpu}")
+    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+
+
 @_by_hand
 def check(config: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
     """Check a configuration file and say what it would run."""
@@ -185,7 +194,7 @@ def train(
 
     with _own_gpu(run_spec.device):
         record = train_run(run_spec, folder, lambda line: print(line, flush=True))
-    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+    _print_end(record)
 
 
 @partial(_job, hidden=True)
@@ -202,7 +211,7 @@ def probe_job(
 
     with _own_gpu(probe_spec.device):
         record = run_probe(probe_spec, folder, lambda line: print(line, flush=True))
-    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+    _print_end(record)
 
 
 @_job
