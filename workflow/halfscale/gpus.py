@@ -129,7 +129,8 @@ def _take_slot(folder: Path, gpus: Sequence[Gpu], runs: int) -> tuple[Gpu, FileL
         if len(held[gpu]) >= min([runs, *held[gpu]]):
             continue
         for slot in range(runs):
-            # Each user has files of their own: those of others are only looked at.
+            # Each user has files of their own: those of others are only looked at. A forked child
+            # of the run, such as a loader's worker, does not keep the lock: filelock closes it.
             name = f"{_file_name(gpu)}.{runs}.{slot}.{os.getuid()}.lock"
             lock = FileLock(folder / name, mode=0o644)
             with suppress(Timeout):
