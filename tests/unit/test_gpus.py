@@ -186,6 +186,25 @@ def test_runs_are_spread_before_gpus_are_shared(machine: Make) -> None:
     assert sorted(masks[:4]) == sorted(masks[4:]) == [uuid(n) for n in range(4)]
 
 
+def test_who_chooses_chooses_alone(machine: Make) -> None:
+    one = machine(boards(1))
+    folder = Path(one.environment["HALFSCALE_GPU_LOCKS"])
+    locks._make(folder)
+    with locks._locked(folder):
+        holder = one.start()
+        until(lambda: any_waits_for(folder), "it comes to the folder")
+        assert not list(folder.iterdir())
+        assert not holder.says("mask")
+    assert holder.mask == uuid(0)
+
+
+def any_waits_for(folder: Path) -> bool:
+    """Whether a process waits for the lock on a folder, by the kernel's list of locks."""
+    inode = f":{folder.stat().st_ino} "
+    lines = Path("/proc/locks").read_text(encoding="utf-8").splitlines()
+    return any("->" in line and inode in line for line in lines)
+
+
 def test_a_run_that_allows_no_other_shares_with_none(machine: Make) -> None:
     one = machine(boards(1))
     alone = one.start(runs=1)
