@@ -382,3 +382,16 @@ def test_snakemakes_own_default_is_the_one_that_is_dropped() -> None:
     from snakemake.cli import get_argument_parser
 
     assert get_argument_parser().get_default("max_jobs_per_timespan") == "100/1s"
+
+
+def test_jobs_find_the_runs_per_gpu_in_their_environment(
+    folder: Path, workflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFSCALE_RUNS_PER_GPU", "7")
+    plan = guard.load_plan({}, workflow)
+    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "1"
+    shared = guard.load_plan({"runs_per_gpu": "2**1"}, workflow)
+    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "2"
+    assert shared.execution.runs_per_gpu == 2
+    assert shared.canonical_json() == plan.canonical_json()
+    assert [job.digest for job in shared.jobs()] == [job.digest for job in plan.jobs()]

@@ -244,9 +244,11 @@ class Execution(_Block):
 
     Attributes:
         warm_workers: Whether local jobs are forked from one process that has imported torch.
+        runs_per_gpu: How many runs may be on one GPU at a time.
     """
 
     warm_workers: bool = True
+    runs_per_gpu: int = 1
 
 
 class Plan(_Block):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
 from halfscale.config import parse_number, parse_whole, refuse_key
-from halfscale.devices import count_gpus
+from halfscale.devices import GpuError, count_gpus
 from halfscale.naming import find_fault, suggest_name
 from halfscale.plan import Execution, Plan, PolicyChoice
 from halfscale.policies import POLICIES
@@ -35,6 +35,7 @@ class _Config(BaseModel):
     threads: Annotated[int, _within(1, 1024)] = 1
     search: Any = True
     warm_workers: StrictBool = True
+    runs_per_gpu: Annotated[int, _within(1, 1024)] = 1
 
 
 def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
@@ -74,7 +75,7 @@ def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
             for name, block in sorted(checked.configurations.items())
         },
         search=plan_search(checked.search, source),
-        execution=Execution(warm_workers=checked.warm_workers),
+        execution=Execution(warm_workers=checked.warm_workers, runs_per_gpu=checked.runs_per_gpu),
     )
 
 
@@ -148,8 +149,12 @@ def _like_number(value: object) -> object:
 def _resolve_device(wanted: str, source: str) -> Literal["cpu", "cuda"]:
     if wanted == "cpu":
         return "cpu"
-    if count_gpus():
-        return "cuda"
+    try:
+        if count_gpus():
+            return "cuda"
+    except GpuError as error:
+        reason = f"{error}, or leave the GPUs alone"
+        refuse_key(source, ("device",), wanted, reason, "cpu")
     if wanted == "cuda":
         reason = "no NVIDIA GPU that torch can use was found on this machine"
         refuse_key(source, ("device",), wanted, reason, "auto")
@@ -164,6 +169,7 @@ _EXAMPLES: dict[str, Any] = {
     "threads": 1,
     "search": {"proposals": 2},
     "warm_workers": True,
+    "runs_per_gpu": 1,
 }
 
 
