@@ -11,6 +11,7 @@ FOLDER = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
 sys.path.insert(0, str(FOLDER / "workflow"))
 
 from halfscale import guard, sources
+from halfscale.warm import keeper
 
 PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles)
 FIGURES = guard.FIGURES
@@ -20,6 +21,7 @@ STARTED = time.time()
 RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
 
 guard.prepare_jobs()
+keeper.offer_worker(PLAN, workflow.is_main_process)
 if workflow.is_main_process:
     guard.clear_stale_locks()
     guard.reopen_failed(PLAN, RESULTS)
@@ -48,6 +50,7 @@ include: "workflow/rules/report.smk"
 
 onstart:
     guard.hold_lock()
+    guard.drop_rate_limit(workflow)
 
 
 onsuccess:

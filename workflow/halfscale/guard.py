@@ -179,6 +179,21 @@ def hold_lock() -> None:
     _hold_lock(patience=10.0)
 
 
+def drop_rate_limit(workflow: Any) -> None:
+    """Take away Snakemake's default limit of 100 jobs a second: no jobs here come faster.
+
+    To keep it, Snakemake 9 looks at all ready jobs again a second after each look: every finished
+    job adds one more look a second, which after some hundred short jobs takes all of a core. A
+    limit that a user asked for stays, and so does that of a cluster.
+
+    Args:
+        workflow: Snakemake's own object of that name.
+    """
+    limiter = getattr(workflow.scheduler, "job_rate_limiter", None)
+    if workflow.local_exec and limiter and (limiter.max_jobs, limiter.timespan) == (100, 1):
+        workflow.scheduler.job_rate_limiter = None
+
+
 def _hold_lock(patience: float = 0.0) -> bool:
     if _held:
         return True

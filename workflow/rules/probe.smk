@@ -22,5 +22,6 @@ rule probe:
     message:
         "probe workload={wildcards.workload} seed={wildcards.seed}"
     shell:
+        "record={output.record:q}\n"
         "python -P -m halfscale probe-job --spec {params.spec:q}"
-        ' --folder "$(dirname {output.record:q})" > {log:q}'
+        ' --folder "${{record%/*}}" > {log:q}'

@@ -23,5 +23,6 @@ rule train:
     message:
         "train workload={wildcards.workload} configuration={wildcards.arm} seed={wildcards.seed}"
     shell:
+        "record={output.run:q}\n"
         "python -P -m halfscale train --spec {params.spec:q}"
-        ' --folder "$(dirname {output.run:q})" > {log:q}'
+        ' --folder "${{record%/*}}" > {log:q}'
