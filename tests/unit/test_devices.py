@@ -195,6 +195,11 @@ def test_without_a_driver_there_is_none() -> None:
         devices.visible_gpus()
 
 
+def test_a_driver_that_fails_is_none(install: Install) -> None:
+    install(boards(2, refuses=["nvmlDeviceGetCount"]))
+    assert devices.count_gpus() == 0
+
+
 def test_a_torch_build_without_cuda_can_use_none(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,10 @@ QUESTIONS = {
     "nvmlDeviceGetComputeRunningProcesses": "process",
     "nvmlSystemGetDriverVersion": "driver",
 }
+FIRST_QUESTIONS = (
+    *("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID"),
+    "nvmlDeviceGetHandleByUUID",
+)
 TOLD = {"uuid": uuid(0), "driver": "999.99", "process": 5, "utilisation": 0.5}
 ON_GPU = tiny_spec().model_copy(update={"device": "cuda"})
 
@@ -111,7 +115,9 @@ def test_a_run_on_the_cpu_has_no_gpu_to_tell_of(install: Install, spec: JobSpec)
     assert told == (expected if spec.device == "cuda" else None)
 
 
-@pytest.mark.parametrize("gpus", [None, boards(1, refuses=["nvmlDeviceGetHandleByUUID"])])
+@pytest.mark.parametrize(
+    "gpus", [None, [], *(boards(1, refuses=[refused]) for refused in FIRST_QUESTIONS)]
+)
 def test_without_the_driver_torch_alone_tells(
     install: Install, monkeypatch: pytest.MonkeyPatch, gpus: list[dict[str, Any]] | None
 ) -> None:

@@ -107,9 +107,9 @@ class Machine:
         return self.holders[-1]
 
     def waits(self, holder: Holder) -> None:
-        """It says once that it waits, and still has no GPU some looks later."""
+        """It says once that it waits, and still has no GPU two looks later."""
         until(lambda: holder.says("waiting"), "it waits")
-        time.sleep(3 * locks._SECONDS_BETWEEN_LOOKS)
+        time.sleep(2 * locks._SECONDS_BETWEEN_LOOKS)
         assert len(holder.says("waiting")) == 1
         assert not holder.says("mask")
 
@@ -361,6 +361,30 @@ def test_users_wait_for_each_other(
         with hold_gpu(say=lambda line: None):
             assert take_as(False, folder) == "waits"
         assert take_as(False, folder) == "taken"
+
+
+def test_a_job_forked_from_a_process_with_torch_holds_a_gpu_until_it_is_killed(
+    one_gpu: Path,
+) -> None:
+    import torch
+
+    assert sys.modules["torch"] is torch
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with hold_gpu(say=lambda line: None):
+                os.write(writing, os.environ["CUDA_VISIBLE_DEVICES"].encode())
+                time.sleep(600)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb", buffering=0) as stream:
+        assert stream.read(100) == b"MIG-GPU-0/1/0"
+    assert take_as(True, one_gpu) == "waits"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert take_as(True, one_gpu) == "taken"
 
 
 def take_as(root: bool, folder: Path) -> str:

@@ -347,6 +347,19 @@ def test_a_run_that_is_not_in_the_plan_ends_with_one_line() -> None:
         guard.find_run(plan, Path("nowhere"), "binary", "found-1", 0)
 
 
+def test_jobs_find_the_runs_per_gpu_in_their_environment(
+    folder: Path, workflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFSCALE_RUNS_PER_GPU", "7")
+    plan = guard.load_plan({}, workflow)
+    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "1"
+    shared = guard.load_plan({"runs_per_gpu": "2**1"}, workflow)
+    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "2"
+    assert shared.execution.runs_per_gpu == 2
+    assert shared.canonical_json() == plan.canonical_json()
+    assert [job.digest for job in shared.jobs()] == [job.digest for job in plan.jobs()]
+
+
 class PretendedWorkflow:
     """As much of Snakemake's workflow as the limit of jobs a second needs."""
 
@@ -382,16 +395,3 @@ def test_snakemakes_own_default_is_the_one_that_is_dropped() -> None:
     from snakemake.cli import get_argument_parser
 
     assert get_argument_parser().get_default("max_jobs_per_timespan") == "100/1s"
-
-
-def test_jobs_find_the_runs_per_gpu_in_their_environment(
-    folder: Path, workflow: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HALFSCALE_RUNS_PER_GPU", "7")
-    plan = guard.load_plan({}, workflow)
-    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "1"
-    shared = guard.load_plan({"runs_per_gpu": "2**1"}, workflow)
-    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "2"
-    assert shared.execution.runs_per_gpu == 2
-    assert shared.canonical_json() == plan.canonical_json()
-    assert [job.digest for job in shared.jobs()] == [job.digest for job in plan.jobs()]

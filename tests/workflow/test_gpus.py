@@ -18,19 +18,24 @@ FOUR = [f"results/runs/binary/{arm}/seed0/run.json" for arm in ARMS[:3]] + [
 
 
 @pytest.mark.parametrize(
-    ("visible", "runs_per_gpu", "masks"),
+    ("visible", "settings", "masks"),
     [
-        pytest.param("0,1,2,3", 1, {uuid(n): 1 for n in range(4)}, id="a GPU each"),
-        pytest.param("3,1", 2, {uuid(3): 2, uuid(1): 2}, id="two share one"),
+        pytest.param(
+            "0,1,2,3", "warm_workers: on", {uuid(n): 1 for n in range(4)}, id="a GPU each, forked"
+        ),
+        pytest.param(
+            "0,1,2,3", "warm_workers: off", {uuid(n): 1 for n in range(4)}, id="a GPU each, started"
+        ),
+        pytest.param("3,1", "runs_per_gpu: 2", {uuid(3): 2, uuid(1): 2}, id="two share one"),
     ],
 )
 def test_four_jobs_at_once_each_see_one_gpu(
-    empty: Bench, tmp_path: Path, visible: str, runs_per_gpu: int, masks: dict[str, int]
+    empty: Bench, tmp_path: Path, visible: str, settings: str, masks: dict[str, int]
 ) -> None:
     folder = tmp_path / "machine"
     empty.environment = pretend_cuda(folder, boards(4, busy=40, used=3 << 20), together=4)
     empty.environment["CUDA_VISIBLE_DEVICES"] = visible
-    empty.edit("device: cpu", f"device: auto\nruns_per_gpu: {runs_per_gpu}")
+    empty.edit("device: cpu", f"device: auto\n{settings}")
     empty.make("--resources", "gpu=4", "--", *FOUR, cores=4)
     seen = {file.name: file.read_text("utf-8") for file in (folder / "seen").iterdir()}
     assert len(seen) == 4
@@ -50,6 +55,7 @@ def test_four_jobs_at_once_each_see_one_gpu(
     log = (empty.path / "results/logs/probe/binary/seed0.log").read_text("utf-8")
     mask = seen["probes-binary-seed0"]
     assert f"\ngpu: Pretended GPU, {mask}\n" in log
+    assert "no warm worker" not in log
     assert "\ngpu: at most 0.00 GiB in tensors, " in log
     assert "0.00 GiB in all; computing 40% of the time\n" in log
 

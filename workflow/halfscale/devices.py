@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -75,7 +75,8 @@ def nvml() -> Iterator[Any]:
     try:
         yield pynvml
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 def list_boards() -> list[Board]:
@@ -85,7 +86,10 @@ def list_boards() -> list[Board]:
         NoDriverError: If there is no driver.
     """
     with nvml() as library:
-        count = library.nvmlDeviceGetCount()
+        try:
+            count = library.nvmlDeviceGetCount()
+        except library.NVMLError as error:
+            raise NoDriverError(f"the NVIDIA driver fails ({error}); write device: cpu") from None
         return [_describe_board(library, index) for index in range(count)]
 
 

@@ -102,10 +102,10 @@ def watch_gpu() -> Iterator[GpuWatch | None]:
     with ExitStack() as stack:
         watch = None
         with suppress(GpuError):
-            uuid = visible_gpus()[0].uuid
+            gpus = visible_gpus()
             library = stack.enter_context(nvml())
-            with suppress(library.NVMLError):
-                watch = GpuWatch(library, uuid)
+            with suppress(library.NVMLError, IndexError):
+                watch = GpuWatch(library, gpus[0].uuid)
                 stack.enter_context(_repeated(watch))
         yield watch
 
