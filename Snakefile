@@ -1,7 +1,6 @@
 """halfscale: which loss-scaling settings should this model train with in fp16?"""
 
 import sys
-import time
 from pathlib import Path
 from snakemake.utils import min_version
 
@@ -10,12 +9,12 @@ min_version("9.0")
 FOLDER = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
 sys.path.insert(0, str(FOLDER / "workflow"))
 
-from halfscale import guard, sources
+from halfscale import cluster, guard, sources
 from halfscale.warm import keeper
 
-PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles)
+ELSEWHERE = cluster.may_run_elsewhere(workflow)
+PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles, ELSEWHERE)
 FIGURES = guard.FIGURES
-STARTED = time.time()
 
 # A module's prefix goes before every relative path of a rule.
 RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
@@ -23,10 +22,7 @@ RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
 guard.prepare_jobs()
 keeper.offer_worker(PLAN, workflow.is_main_process)
 if workflow.is_main_process:
-    guard.clear_stale_locks()
-    guard.reopen_failed(PLAN, RESULTS)
-    guard.reopen_predictions(PLAN, RESULTS)
-    guard.stop_if_outdated(PLAN, RESULTS)
+    guard.check_results(PLAN, RESULTS)
 
 
 rule all:
@@ -49,6 +45,7 @@ include: "workflow/rules/report.smk"
 
 
 onstart:
+    cluster.prepare(PLAN, workflow)
     guard.hold_lock()
     guard.drop_rate_limit(workflow)
 
@@ -59,4 +56,5 @@ onsuccess:
 
 
 onerror:
-    print(*guard.describe_failures(Path("results/logs"), STARTED), sep="\n")
+    since = workflow.start_time.timestamp()
+    print(*guard.describe_failures(Path("results/logs"), since), sep="\n")

@@ -260,8 +260,11 @@ def test_a_preset_mask_is_kept_to(machine: Make) -> None:
 @pytest.mark.parametrize(
     ("environment", "line"),
     [
-        ({"CUDA_VISIBLE_DEVICES": ""}, "no GPU that CUDA_VISIBLE_DEVICES= allows; write device: c"),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, "lists no GPU that CUDA_VISIBLE_DEVICES=-1 allows"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "and CUDA_VISIBLE_DEVICES= allows; let the job"),
+        (
+            {"CUDA_VISIBLE_DEVICES": "-1"},
+            "torch can use and CUDA_VISIBLE_DEVICES=-1 allows",
+        ),
         ({"CUDA_VISIBLE_DEVICES": "1,1"}, f"twice; write CUDA_VISIBLE_DEVICES={uuid(1)}"),
         ({"HALFSCALE_RUNS_PER_GPU": "0"}, "write HALFSCALE_RUNS_PER_GPU=1"),
         ({"HALFSCALE_RUNS_PER_GPU": "two"}, "write HALFSCALE_RUNS_PER_GPU=1"),

@@ -12,7 +12,7 @@ from halfscale.sources import PACKAGE
 
 FAST = [
     *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
-    *("grid", "search_plan", "planner", "proposals", "guard", "policies"),
+    *("grid", "search_plan", "planner", "proposals", "guard", "cluster", "policies"),
     *("single", "wording", "quick", "gpus", "warm.client", "warm.keeper"),
 ]
 READING = (

@@ -124,9 +124,11 @@ def _print_end(record: JobRecord) -> None:
 @_by_hand
 def check(config: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
     """Check a configuration file and say what it would run."""
+    from halfscale.devices import count_gpus
     from halfscale.planner import build_plan
 
-    plan = build_plan(read_config(config), str(config))
+    # The file may be for a cluster, and this its login node.
+    plan = build_plan(read_config(config), str(config), elsewhere=True)
     runs, probes = len(list(plan.runs())), len(list(plan.probes()))
     print(
         f"{config}: {runs} runs on {plan.device}: {', '.join(sorted(plan.workloads))} × "
@@ -134,6 +136,8 @@ def check(config: Annotated[Path, typer.Argument(help="A configuration file.")])
     )
     more = plan.search.proposals * probes if plan.search else 0
     print(f"beside them {probes} probes, and up to {more} runs of what the search finds")
+    if plan.device == "cuda" and not count_gpus():
+        print("this machine has no GPU that torch can use; they can only run on a cluster's")
 
 
 @_by_hand
@@ -299,12 +303,13 @@ def verdict(
     checked = Plan.model_validate_json(plan.read_text(encoding="utf-8"))
     table = pd.read_csv(runs)
     decided = decide(table, checked.configurations)
-    write_json(output, build_recommendation(checked, table, decided))
     if decided.recommended:
         choice = checked.configurations[decided.recommended]
         write_settings(express(choice.policy, choice.parameters, checked.device), settings)
     else:
         write_text(settings / "settings.md", f"{decided.sentence} There are no settings.\n")
+    # Last: a folder that is there need not be whole, where failed jobs keep what they wrote.
+    write_json(output, build_recommendation(checked, table, decided))
     print(decided.sentence)
 
 

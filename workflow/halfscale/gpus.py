@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import re
 import stat
 import sys
@@ -50,8 +51,11 @@ def hold_gpu(runs: int | None = None, say: Callable[[str], object] = print) -> I
         raise RuntimeError("CUDA was initialised before a GPU was chosen")
     before, gpus = os.environ.get(MASK), visible_gpus()
     if not gpus:
-        where = "" if before is None else f" that {MASK}={before} allows"
-        raise GpuError(f"the NVIDIA driver lists no GPU{where}; write device: cpu")
+        where = "" if before is None else f" and {MASK}={before} allows"
+        raise GpuError(
+            f"{platform.node()} has no GPU that torch can use{where}; "
+            "let the job ask the cluster for one, or write device: cpu"
+        )
     gpu, lock = _wait_for_slot(gpus, runs or _planned_runs(), say)
     try:
         os.environ[MASK] = gpu.uuid

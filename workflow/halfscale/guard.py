@@ -62,7 +62,10 @@ def _prepend(environment: os._Environ[str], name: str, folder: str) -> None:
 
 
 def load_plan(
-    config: Mapping[str, Any], workflow_folder: Path, given_files: Iterable[Path | str] = ()
+    config: Mapping[str, Any],
+    workflow_folder: Path,
+    given_files: Iterable[Path | str] = (),
+    elsewhere: bool = False,
 ) -> Plan:
     """The plan of this workflow, or the end of the process with one line that says why not.
 
@@ -74,6 +77,7 @@ def load_plan(
             workflow's folder, is read and ``config`` laid over it.
         workflow_folder: The folder of the Snakefile.
         given_files: The files of ``--configfile``, checked again for repeated keys.
+        elsewhere: Whether the runs may be on other machines than this one.
     """
     try:
         source = "the configuration"
@@ -88,7 +92,7 @@ def load_plan(
             )
             source = str(path)
             merged = _lay_over(read_config(path), merged)
-        plan = build_plan(merged, source)
+        plan = build_plan(merged, source, elsewhere=elsewhere)
         os.environ[RUNS_PER_GPU] = str(plan.execution.runs_per_gpu)
         return plan
     except ConfigError as error:
@@ -151,6 +155,14 @@ def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = _lay_over(old, value) if both else value  # type: ignore[arg-type]
     return merged
+
+
+def check_results(plan: Plan, results: Path) -> None:
+    """Put right what is left of earlier workflows; for the process that a user started alone."""
+    clear_stale_locks()
+    reopen_failed(plan, results)
+    reopen_predictions(plan, results)
+    stop_if_outdated(plan, results)
 
 
 def clear_stale_locks() -> None:

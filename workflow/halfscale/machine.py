@@ -13,6 +13,19 @@ from halfscale.gpu_use import GpuUse, watch_gpu
 from halfscale.plan import JobSpec
 
 
+def stop_without_gpu(spec: JobSpec) -> None:
+    """Stop where a run that was planned for a GPU finds none: the plan was made on another machine.
+
+    Raises:
+        RuntimeError: If there is none that torch can use.
+    """
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{platform.node()} has no GPU that torch can use, and device: cuda asks for one; "
+            "let the job ask the cluster for a GPU, or write: device: cpu"
+        )
+
+
 def make_deterministic(spec: JobSpec) -> None:
     """Let nothing but the specification decide a number."""
     # cuBLAS reads this once, when CUDA is initialised.

@@ -13,7 +13,12 @@ import torch
 from halfscale.faults import Ended, list_non_finite, workload_code
 from halfscale.gpu_use import GpuUse
 from halfscale.imported import stop_if_edited
-from halfscale.machine import describe_machine, make_deterministic, watched_gpu
+from halfscale.machine import (
+    describe_machine,
+    make_deterministic,
+    stop_without_gpu,
+    watched_gpu,
+)
 from halfscale.plan import ProbeSpec, RunSpec
 from halfscale.policies import FloorReached
 from halfscale.precision import Arithmetic, arithmetic
@@ -121,10 +126,12 @@ def start_training(
 
     Raises:
         Ended: If its own code cannot build it.
-        RuntimeError: If its own code was edited after the run was planned.
+        RuntimeError: If its own code was edited after the run was planned, or if there is no GPU
+            for a run that was planned for one.
     """
     if spec.entry:
         stop_if_edited(spec.entry, spec.source)
+    stop_without_gpu(spec)
     make_deterministic(spec)
     with workload_code("building the workload", spec.entry):
         workload = build_workload(

@@ -12,7 +12,7 @@ rule probe:
         "../../envs/halfscale.yaml"
     threads: PLAN.threads
     resources:
-        gpu=1 if PLAN.device == "cuda" else 0,
+        **GPU,
         mem_mb=1024,
     # One canonical string: Snakemake compares params as a set of values without their names.
     params:
