@@ -13,7 +13,7 @@ from halfscale.sources import PACKAGE
 FAST = [
     *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
     *("grid", "search_plan", "planner", "proposals", "guard", "cluster", "policies"),
-    *("single", "wording", "quick", "warm.client", "warm.keeper"),
+    *("single", "wording", "quick", "gpus", "warm.client", "warm.keeper"),
 ]
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
@@ -21,12 +21,15 @@ READING = (
     *("calibration", "replay_plots", "replay_fragments"),
 )
 TORCH_FREE = [
-    *(*FAST, "records", "magnitudes", *READING),
+    *(*FAST, "records", "magnitudes", "gpu_use", *READING),
     *("replay", "replay_seal", "search", "predict", "probe_files", "candidates", "replaying"),
     *("logs", "cli"),
 ]
 FACE = ("cli", "quick", "warm", "warm.client", "warm.keeper")
-GROUND = (*(set(FAST) - set(FACE)), "records", "magnitudes", "probe_files", "replay_seal")
+GROUND = (
+    *(set(FAST) - set(FACE)),
+    *("records", "magnitudes", "gpu_use", "probe_files", "replay_seal"),
+)
 PARTS = ("scaling", "precision", "workloads", "own")
 DOING = (
     *("train", "steps", "verify", "faults", "machine", "tryout", "probe", "batches", "replay"),

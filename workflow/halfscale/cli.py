@@ -13,16 +13,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from halfscale import __version__, quick
 from halfscale.config import read_config
 from halfscale.guard import OWNER
+
+if TYPE_CHECKING:
+    from halfscale.records import JobRecord
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -103,6 +106,21 @@ def _end_with_owner() -> None:
     threading.Thread(target=watch, daemon=True, name="owner-watch").start()
 
 
+def _own_gpu(device: str) -> AbstractContextManager[object]:
+    """While it is open, a job on a GPU has one of its own."""
+    if device != "cuda":
+        return nullcontext()
+    from halfscale.gpus import hold_gpu
+
+    return hold_gpu(say=lambda line: print(line, flush=True))
+
+
+def _print_end(record: JobRecord) -> None:
+    if record.gpu:
+        print(f"gpu: {record.gpu}")
+    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+
+
 @_by_hand
 def check(config: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
     """Check a configuration file and say what it would run."""
@@ -178,8 +196,9 @@ def train(
     print(f"train {run_spec} ({run_spec.digest})", flush=True)
     from halfscale.train import train as train_run
 
-    record = train_run(run_spec, folder, lambda line: print(line, flush=True))
-    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+    with _own_gpu(run_spec.device):
+        record = train_run(run_spec, folder, lambda line: print(line, flush=True))
+    _print_end(record)
 
 
 @partial(_job, hidden=True)
@@ -194,8 +213,9 @@ def probe_job(
     print(f"probe {probe_spec} ({probe_spec.digest})", flush=True)
     from halfscale.probe import probe as run_probe
 
-    record = run_probe(probe_spec, folder, lambda line: print(line, flush=True))
-    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+    with _own_gpu(probe_spec.device):
+        record = run_probe(probe_spec, folder, lambda line: print(line, flush=True))
+    _print_end(record)
 
 
 @_job

@@ -19,6 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from halfscale.config import ConfigError, read_config
+from halfscale.devices import RUNS_PER_GPU
 from halfscale.plan import FOUND, JobSpec, Plan, RunSpec, is_found
 from halfscale.planner import build_plan
 from halfscale.proposals import PROPOSALS, ProposalError, extend_plan, recorded_digest
@@ -68,6 +69,8 @@ def load_plan(
 ) -> Plan:
     """The plan of this workflow, or the end of the process with one line that says why not.
 
+    Its jobs find ``runs_per_gpu`` in their environment, since it is no part of a run.
+
     Args:
         config: What Snakemake was given: ``--configfile``, ``--config`` or a module's ``config:``.
             If it names no configurations, ``config.yaml`` of the working directory, or else of the
@@ -89,7 +92,9 @@ def load_plan(
             )
             source = str(path)
             merged = _lay_over(read_config(path), merged)
-        return build_plan(merged, source, elsewhere=elsewhere)
+        plan = build_plan(merged, source, elsewhere=elsewhere)
+        os.environ[RUNS_PER_GPU] = str(plan.execution.runs_per_gpu)
+        return plan
     except ConfigError as error:
         sys.exit(f"halfscale: {error}")
 

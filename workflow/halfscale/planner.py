@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
 from halfscale.config import parse_number, parse_whole, refuse_key
-from halfscale.devices import count_gpus
+from halfscale.devices import GpuError, count_gpus
 from halfscale.naming import find_fault, suggest_name
 from halfscale.plan import Execution, Plan, PolicyChoice
 from halfscale.policies import POLICIES
@@ -35,6 +35,7 @@ class _Config(BaseModel):
     threads: Annotated[int, _within(1, 1024)] = 1
     search: Any = True
     warm_workers: StrictBool = True
+    runs_per_gpu: Annotated[int, _within(1, 1024)] = 1
 
 
 def build_plan(
@@ -78,7 +79,9 @@ def build_plan(
         },
         search=plan_search(checked.search, source),
         execution=Execution(
-            warm_workers=checked.warm_workers, device_found=checked.device == "auto"
+            warm_workers=checked.warm_workers,
+            runs_per_gpu=checked.runs_per_gpu,
+            device_found=checked.device == "auto",
         ),
     )
 
@@ -154,19 +157,27 @@ def _resolve_device(
     wanted: Literal["auto", "cpu", "cuda"], source: str, elsewhere: bool
 ) -> Literal["cpu", "cuda"]:
     if wanted == "auto":
-        return "cuda" if count_gpus() else "cpu"
+        return "cuda" if _count_gpus(wanted, source) else "cpu"
     if wanted == "cuda" and not elsewhere:
         refuse_missing_gpu(source)
     return wanted
+
+
+def _count_gpus(wanted: str, source: str) -> int:
+    try:
+        return count_gpus()
+    except GpuError as error:
+        reason = f"{error}, or leave the GPUs alone"
+        refuse_key(source, ("device",), wanted, reason, "cpu")
 
 
 def refuse_missing_gpu(source: str) -> None:
     """Refuse ``device: cuda`` if this machine has no GPU for it.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If there is none, or if ``CUDA_VISIBLE_DEVICES`` cannot be read.
     """
-    if not count_gpus():
+    if not _count_gpus("cuda", source):
         reason = "no NVIDIA GPU that torch can use was found on this machine"
         refuse_key(source, ("device",), "cuda", reason, "auto")
 
@@ -179,6 +190,7 @@ _EXAMPLES: dict[str, Any] = {
     "threads": 1,
     "search": {"proposals": 2},
     "warm_workers": True,
+    "runs_per_gpu": 1,
 }
 
 
