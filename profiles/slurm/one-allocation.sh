@@ -3,6 +3,7 @@
 #   sbatch path/to/profiles/slurm/one-allocation.sh
 # More options of sbatch stand before the script's name, arguments of Snakemake after it.
 #SBATCH --job-name=halfscale
+#SBATCH --nodes=1
 #SBATCH --gpus=1
 #SBATCH --cpus-per-task=4
 #SBATCH --mem=16G
@@ -14,7 +15,7 @@ PATH=$PWD/.venv/bin:$PATH
 
 # In a process group of its own, since Slurm signals this shell alone, and Ctrl-C means the jobs too.
 set -m
-snakemake --cores "$SLURM_CPUS_PER_TASK" --resources gpu=1 "$@" &
+snakemake --cores "$SLURM_CPUS_PER_TASK" --resources "gpu=${SLURM_GPUS_ON_NODE:-0}" "$@" &
 trap 'kill -INT -- "-$!"' INT TERM
 wait "$!"
 status=$?
