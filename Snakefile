@@ -10,7 +10,7 @@ min_version("9.0")
 FOLDER = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
 sys.path.insert(0, str(FOLDER / "workflow"))
 
-from halfscale import guard, sources
+from halfscale import guard, jobs, outdated, sources
 
 PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles)
 FIGURES = guard.FIGURES
@@ -18,13 +18,14 @@ STARTED = time.time()
 
 # A module's prefix goes before every relative path of a rule.
 RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
+JOBS = jobs.Jobs(PLAN, RESULTS)
 
 guard.prepare_jobs()
 if workflow.is_main_process:
     guard.clear_stale_locks()
-    guard.reopen_failed(PLAN, RESULTS)
-    guard.reopen_predictions(PLAN, RESULTS)
-    guard.stop_if_outdated(PLAN, RESULTS)
+    outdated.reopen_failed(JOBS)
+    outdated.reopen_predictions(JOBS)
+    outdated.stop_if_outdated(JOBS)
 
 
 rule all:
@@ -32,7 +33,7 @@ rule all:
     input:
         # Of all targets those that need not wait for the search.
         guard.list_first_targets(PLAN),
-        lambda wildcards: guard.list_targets(whole_plan()),
+        lambda wildcards: guard.list_late_targets(whole_plan()),
 
 
 include: "workflow/rules/common.smk"
@@ -51,7 +52,7 @@ onstart:
 
 
 onsuccess:
-    runs = len(list(guard.extended(PLAN, RESULTS).runs()))
+    runs = len(list(JOBS.whole().run_keys()))
     print(f"{runs} runs on {PLAN.device}; open reports/summary.html")
 
 

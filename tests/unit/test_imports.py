@@ -12,7 +12,8 @@ from halfscale.sources import PACKAGE
 
 FAST = [
     *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
-    *("grid", "search_plan", "planner", "proposals", "guard", "policies"),
+    *("grid", "search_plan", "planner", "proposals", "jobs", "outdated", "guard"),
+    *("policies",),
     *("single", "wording", "quick"),
 ]
 READING = (

@@ -1,10 +1,6 @@
 rule predict:
     input:
-        probes=[
-            f"results/{probe.folder}/{file}"
-            for probe in PLAN.probes()
-            for file in (probe.record_name, probe.table_name)
-        ],
+        probes=guard.list_probe_files(PLAN),
         proposals=["results/search/proposals.json"] if PLAN.search else [],
     output:
         predictions="results/replay/predictions.csv",

@@ -1,10 +1,6 @@
 checkpoint search:
     input:
-        probes=[
-            f"results/{probe.folder}/{file}"
-            for probe in PLAN.probes()
-            for file in (probe.record_name, probe.table_name)
-        ],
+        probes=guard.list_probe_files(PLAN),
     output:
         proposals="results/search/proposals.json",
     log:
