@@ -19,7 +19,7 @@ FAST = [
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
     *("simulate", "probe_tables", "probe_plots", "evidence", "search_fragments", "html"),
-    *("calibration", "replay_plots", "replay_fragments"),
+    *("calibration", "replay_plots", "replay_fragments", "drawn", "svg"),
 )
 TORCH_FREE = [
     *(*FAST, "records", "magnitudes", *READING),
