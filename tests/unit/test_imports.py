@@ -12,7 +12,7 @@ from halfscale.sources import PACKAGE
 
 FAST = [
     *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
-    *("grid", "search_plan", "planner", "proposals", "jobs", "outdated", "guard"),
+    *("grid", "search_plan", "planner", "proposals", "packing", "jobs", "outdated", "guard"),
     *("policies",),
     *("single", "wording", "quick"),
 ]

@@ -10,6 +10,7 @@ import pytest
 
 from halfscale import outdated
 from halfscale.jobs import Jobs
+from halfscale.packing import LONGEST_PLAIN, pack, unpack
 from halfscale.plan import Plan, PolicyChoice, RunSpec
 from halfscale.proposals import PROPOSALS, Proposal, Proposals, seal
 from halfscale.records import write_json
@@ -115,3 +116,23 @@ def test_each_specification_is_made_once_and_each_record_opened_once(
     assert len(made) == 12
     records = {str(RESULTS / job.record) for job in jobs.listed()}
     assert {name: opened[name] for name in records} == dict.fromkeys(records, 1)
+
+
+def test_a_short_plan_is_an_argument_as_it_is_and_a_long_one_fits_too() -> None:
+    short = make_plan({"a": {}})
+    assert Jobs(short, RESULTS).plan_text == short.canonical_json()
+    names = {
+        f"c{n}": {"init_scale": 2.0 ** (n % 20), "growth_interval": n + 1} for n in range(3000)
+    }
+    long = make_plan(names, seeds=[0])
+    assert len(long.canonical_json()) > 2 * 2**17, "Linux would refuse it"
+    text = Jobs(long, RESULTS).plan_text
+    assert len(text) < LONGEST_PLAIN
+    assert Plan.model_validate_json(unpack(text)) == long
+
+
+def test_what_was_packed_is_refused_if_it_is_not_whole() -> None:
+    packed = pack("x" * (LONGEST_PLAIN + 1))
+    assert unpack(packed) == "x" * (LONGEST_PLAIN + 1)
+    with pytest.raises(ValueError, match="not whole"):
+        unpack(packed[:-8])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from .driver import ARMS, NOTHING, PROBE, Bench, clean_environment, trains
@@ -135,3 +136,12 @@ def test_with_nothing_to_do_each_run_is_looked_at_once(bench: Bench) -> None:
     records = {f"results/runs/binary/{arm}/seed0/run.json" for arm in ARMS}
     assert set(counted) == records | {f"binary/{arm}/0" for arm in ARMS}
     assert set(counted.values()) == {1}
+
+
+def test_a_plan_longer_than_any_argument_reaches_its_jobs(empty: Bench) -> None:
+    listed = "".join(f"  c{n}: {{growth_interval: {n + 1}}}\n" for n in range(1500))
+    config = empty.path / "config.yaml"
+    before, _, after = config.read_text(encoding="utf-8").partition("  first:")
+    config.write_text(f"{before}{listed}  first:{after}", encoding="utf-8")
+    empty.make("results/replay/predictions.csv")
+    assert len(pd.read_csv(empty.path / "results/replay/predictions.csv")) == 1502

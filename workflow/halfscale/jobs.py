@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from halfscale.packing import pack
 from halfscale.plan import Plan, ProbeSpec, RunSpec, digest_of, is_found
 from halfscale.proposals import PROPOSALS, ProposalError, extend_plan
 
@@ -54,6 +55,11 @@ class Jobs:
         self._runs: dict[tuple[str, str, int], Job] = {}
         self._probes: dict[tuple[str, int], Job] = {}
         self._extended: tuple[object, Plan] = (None, plan)
+
+    @cached_property
+    def plan_text(self) -> str:
+        """The plan as its configuration states it, as an argument of a job's command."""
+        return pack(self.plan.canonical_json())
 
     def whole(self) -> Plan:
         """The plan with what its search has found; the plan itself if that is nothing of use."""

@@ -12,7 +12,7 @@ rule predict:
     conda:
         "../../envs/halfscale.yaml"
     params:
-        plan=PLAN.canonical_json(),
+        plan=JOBS.plan_text,
         source=sources.source_digest(*sources.PREDICTION),
     shell:
         ": code {params.source}\n"

@@ -8,7 +8,7 @@ checkpoint search:
     conda:
         "../../envs/halfscale.yaml"
     params:
-        plan=PLAN.canonical_json(),
+        plan=JOBS.plan_text,
         results=lambda wildcards, output: Path(output.proposals).parents[1],
     shell:
         "python -P -m halfscale search --plan {params.plan:q}"

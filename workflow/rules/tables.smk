@@ -25,7 +25,7 @@ rule tables:
     conda:
         "../../envs/halfscale.yaml"
     params:
-        plan=PLAN.canonical_json(),
+        plan=JOBS.plan_text,
         source=sources.source_digest(*sources.TABLES),
     shell:
         ": code {params.source}\n"
