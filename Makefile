@@ -6,12 +6,12 @@ ARGS ?=
 BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: report test lint types unit workflow browser clone lock
+.PHONY: report test lint types unit workflow slurm browser clone lock
 
 report: $(VENV)/.installed
 	snakemake --cores 4 --resources gpu=1 $(ARGS)
 
-test: lint types unit workflow browser clone
+test: lint types unit workflow slurm browser clone
 
 lint: $(VENV)/.installed-dev
 	ruff check .
@@ -27,6 +27,10 @@ unit: $(VENV)/.installed-dev
 
 workflow: $(VENV)/.installed-dev
 	pytest tests/workflow -n 2
+
+# A real Slurm on this machine, if Debian's slurm-wlm and munge are installed and this is root.
+slurm: $(VENV)/.installed-dev
+	pytest tests/slurm
 
 browser: $(VENV)/.installed-dev
 	pytest tests/report

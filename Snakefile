@@ -1,7 +1,6 @@
 """halfscale: which loss-scaling settings should this model train with in fp16?"""
 
 import sys
-import time
 from pathlib import Path
 from snakemake.utils import min_version
 
@@ -10,22 +9,21 @@ min_version("9.0")
 FOLDER = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
 sys.path.insert(0, str(FOLDER / "workflow"))
 
-from halfscale import guard, jobs, outdated, sources
+from halfscale import cluster, guard, jobs, sources
+from halfscale.warm import keeper
 
-PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles)
+ELSEWHERE = cluster.may_run_elsewhere(workflow)
+PLAN = guard.load_plan(config, FOLDER, workflow.overwrite_configfiles, ELSEWHERE)
 FIGURES = guard.FIGURES
-STARTED = time.time()
 
 # A module's prefix goes before every relative path of a rule.
 RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
 JOBS = jobs.Jobs(PLAN, RESULTS)
 
 guard.prepare_jobs()
+keeper.offer_worker(PLAN, workflow.is_main_process)
 if workflow.is_main_process:
-    guard.clear_stale_locks()
-    outdated.reopen_failed(JOBS)
-    outdated.reopen_predictions(JOBS)
-    outdated.stop_if_outdated(JOBS)
+    guard.check_results(JOBS)
 
 
 rule all:
@@ -48,13 +46,15 @@ include: "workflow/rules/report.smk"
 
 
 onstart:
+    cluster.prepare(PLAN, workflow)
     guard.hold_lock()
+    guard.drop_rate_limit(workflow)
 
 
 onsuccess:
-    runs = len(list(JOBS.whole().run_keys()))
-    print(f"{runs} runs on {PLAN.device}; open reports/summary.html")
+    print(f"{JOBS.count_runs()} runs on {PLAN.device}; open reports/summary.html")
 
 
 onerror:
-    print(*guard.describe_failures(Path("results/logs"), STARTED), sep="\n")
+    since = workflow.start_time.timestamp()
+    print(*guard.describe_failures(Path("results/logs"), since), sep="\n")

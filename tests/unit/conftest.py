@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import halfscale
+from pretended import NVML
 
 from .crafted import Made, make_contested, make_hopeless, make_tied
 
@@ -78,3 +82,20 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def hopeless(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Crafted runs of configurations that are all rejected."""
     return make_hopeless(tmp_path_factory.mktemp("hopeless"))
+
+
+@pytest.fixture
+def pretended_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+    """A driver that no mask hides; it answers once it is given GPUs, see `pretended.boards`."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PRETENDED_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.syspath_prepend(NVML)
+
+    def install(gpus: list[dict[str, Any]]) -> None:
+        monkeypatch.setenv("PRETENDED_GPUS", json.dumps(gpus))
+
+    yield install
+    sys.modules.pop("pynvml", None)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfscale.planner import build_plan
 from halfscale.precision import arithmetic
 from halfscale.records import TRACE_SCHEMA, read_run
 
@@ -73,3 +74,35 @@ def test_the_recording_step_and_the_plain_one_train_alike(name: str) -> None:
     assert torch.equal(weights["plain"], weights["recording"])
     assert set(results[-1]) == {*TRACE_SCHEMA.names, "largest_gradient"}
     assert results[-1]["applied"]
+
+
+def test_the_gpu_benchmark_ends_with_one_line_where_there_is_no_gpu() -> None:
+    benchmark = runpy.run_path(str(BENCHMARKS / "gpu.py"))
+    with pytest.raises(SystemExit, match=r"^no GPU that this torch can use; --device cpu tries"):
+        benchmark["main"]([])
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_the_gpu_benchmark_checks_and_times_on_the_cpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    benchmark = runpy.run_path(str(BENCHMARKS / "gpu.py"))
+    settings = {"configurations": {"default": {}}, "device": "cpu", "seeds": [0]}
+    plan = build_plan({**settings, "workloads": {"binary": {"steps": 3}}})
+    checks = benchmark["Checks"]()
+    benchmark["check_default"](checks, plan)
+    benchmark["check_repeats"](checks, plan)
+    benchmark["check_settings"](checks, "cpu")
+    benchmark["check_scaler"](checks, "cpu")
+    benchmark["time_all"](plan, "cpu", 2)
+    printed = capsys.readouterr().out.splitlines()
+    assert checks.failed == 0
+    assert [line[:4] for line in printed] == ["pass"] * 8 + ["time"] * 3
+
+    unstable = {"steps": 30, "samples": 32, "learning_rate": 1e9}
+    benchmark["check_default"](checks, build_plan({**settings, "workloads": {"binary": unstable}}))
+    assert checks.failed >= 1, "a control that diverges is a check that failed"
+    torch.use_deterministic_algorithms(False)
+    before = checks.failed
+    benchmark["check_settings"](checks, "cpu")
+    assert checks.failed == before + 1

@@ -181,6 +181,19 @@ def test_the_verdict_is_taken_from_the_tables_on_the_disk(
     assert "settings.md" in {path.name for path in (tmp_path / "settings").iterdir()}
 
 
+def test_a_verdict_whose_settings_cannot_be_written_leaves_no_recommendation(
+    tables: tuple[Made, Path], tmp_path: Path
+) -> None:
+    folder = tables[1] / "tables"
+    (tmp_path / "settings").write_text("a file where the folder should be")
+    line = fail(
+        *("verdict", "--plan", folder / "plan.json", "--runs", folder / "runs.csv"),
+        *("--output", tmp_path / "recommendation.json", "--settings", tmp_path / "settings"),
+    )
+    assert str(tmp_path / "settings") in line
+    assert not (tmp_path / "recommendation.json").exists()
+
+
 def test_plots_are_drawn_from_the_tables_on_the_disk(
     tables: tuple[Made, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

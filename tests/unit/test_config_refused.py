@@ -136,6 +136,10 @@ BAD_VALUES = [
     (with_value("device", "gpu"), ("device",), "gpu"),
     (with_value("device", "cuda"), ("device",), "cuda"),
     (with_value("threads", 0), ("threads",), 0),
+    (with_value("runs_per_gpu", 0), ("runs_per_gpu",), 0),
+    (with_value("runs_per_gpu", 1.5), ("runs_per_gpu",), 1.5),
+    (with_value("runs_per_gpu", None), ("runs_per_gpu",), None),
+    (with_value("runs_per_gpu", "many"), ("runs_per_gpu",), "many"),
     (with_value("seed", [1]), ("seed",), [1]),
     (with_value("zzz", 1), ("zzz",), 1),
 ]

@@ -28,7 +28,10 @@ def read_requirements(group: str | None = None) -> list[Requirement]:
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
     lock = read_lock()
-    for requirement in [*read_requirements(), *read_requirements("dev")]:
+    groups = (None, "slurm", "dev")
+    for requirement in (one for group in groups for one in read_requirements(group)):
+        if requirement.name == "halfscale":  # with its own optional dependencies
+            continue
         assert requirement.name.lower() in lock, requirement.name
         assert requirement.specifier.contains(Version(lock[requirement.name.lower()]))
 

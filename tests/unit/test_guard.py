@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,3 +246,53 @@ def test_only_what_the_search_found_waits_for_it() -> None:
         f"results/runs/binary/found-1/seed0/{file}" for file in ("run.json", "trace.parquet")
     ]
     assert set(guard.list_run_files(found)) - set(first) == set(waits)
+
+
+def test_jobs_find_the_runs_per_gpu_in_their_environment(
+    folder: Path, workflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFSCALE_RUNS_PER_GPU", "7")
+    plan = guard.load_plan({}, workflow)
+    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "1"
+    shared = guard.load_plan({"runs_per_gpu": "2**1"}, workflow)
+    assert os.environ["HALFSCALE_RUNS_PER_GPU"] == "2"
+    assert shared.execution.runs_per_gpu == 2
+    assert shared.canonical_json() == plan.canonical_json()
+    assert [job.digest for job in shared.jobs()] == [job.digest for job in plan.jobs()]
+
+
+class PretendedWorkflow:
+    """As much of Snakemake's workflow as the limit of jobs a second needs."""
+
+    def __init__(self, limit: str | None, local: bool = True) -> None:
+        from snakemake.scheduling.job_scheduler import JobRateLimiter
+        from snakemake.settings.types import MaxJobsPerTimespan
+
+        parsed = limit and JobRateLimiter(MaxJobsPerTimespan.parse_choice(limit))
+        self.scheduler = SimpleNamespace(job_rate_limiter=parsed)
+        self.local_exec = local
+
+
+@pytest.mark.parametrize(
+    ("limit", "local", "kept"),
+    [
+        ("100/1s", True, False),
+        ("100/1s", False, True),
+        ("5/1s", True, True),
+        ("100/1m", True, True),
+        (None, True, False),
+    ],
+    ids=["the default", "a cluster", "a user's number", "a user's time", "none"],
+)
+def test_only_the_default_limit_of_jobs_a_second_is_dropped_and_only_here(
+    limit: str | None, local: bool, kept: bool
+) -> None:
+    workflow = PretendedWorkflow(limit, local)
+    guard.drop_rate_limit(workflow)
+    assert (workflow.scheduler.job_rate_limiter is not None) == kept
+
+
+def test_snakemakes_own_default_is_the_one_that_is_dropped() -> None:
+    from snakemake.cli import get_argument_parser
+
+    assert get_argument_parser().get_default("max_jobs_per_timespan") == "100/1s"

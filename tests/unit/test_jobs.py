@@ -69,6 +69,7 @@ def test_what_the_search_finds_is_part_of_the_plan_once_it_has_run() -> None:
     assert jobs.whole() == plan
     propose(plan, 8.0)
     assert "found-1" in jobs.whole().arms
+    assert jobs.count_runs() == len(jobs.runs()) == 5
     first = jobs.run("binary", "found-1", 0)
     assert [job.spec for job in jobs.runs()] == list(jobs.whole().runs())
     propose(plan, 16.0, 32.0)

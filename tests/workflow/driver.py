@@ -258,7 +258,7 @@ def slow_training(folder: Path, seconds: float) -> dict[str, str]:
         "    if sys._getframe(1).f_globals.get('__name__') == 'halfscale.steps':\n"
         f"        time.sleep({seconds})\n"
         "    return quick()\n\n"
-        "if 'train' in sys.orig_argv:\n"
+        "if {'train', 'halfscale.warm.parent'} & set(sys.orig_argv):\n"
         "    time.perf_counter = slow\n",
         encoding="utf-8",
     )

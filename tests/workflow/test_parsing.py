@@ -10,7 +10,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from pretended import boards, pretend_gpus, uuid
+
 from .driver import ARMS, NOTHING, PROBE, Bench, clean_environment, trains
+
+VISIBLE = {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def test_lint_finds_nothing(empty: Bench) -> None:
@@ -33,24 +37,6 @@ def test_parsing_imports_nothing_slow(bench: Bench, tmp_path: Path, module: str)
     )
     assert "imported" in proof.stderr
     assert bench.plan() == NOTHING
-
-
-def pretend_gpus(folder: Path, count: int) -> dict[str, str]:
-    """The environment of a machine with so many GPUs and a torch that was built for them."""
-    folder.mkdir()
-    (folder / "pynvml.py").write_text(
-        "class NVMLError(Exception):\n    pass\n\n"
-        "def nvmlInit():\n    pass\n\n"
-        "def nvmlShutdown():\n    pass\n\n"
-        f"def nvmlDeviceGetCount():\n    return {count}\n",
-        encoding="utf-8",
-    )
-    metadata = folder / "torch-2.13.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n", encoding="utf-8"
-    )
-    return {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "0"}
 
 
 def rule_gpus(bench: Bench) -> tuple[str, dict[str, str]]:
@@ -79,26 +65,37 @@ def test_training_asks_for_no_gpu_on_a_cpu_and_for_one_on_cuda(
     empty: Bench, tmp_path: Path
 ) -> None:
     assert train_gpus(empty) == ("cpu", "0")
-    empty.environment = pretend_gpus(tmp_path / "gpus", 1)
+    empty.environment = VISIBLE | pretend_gpus(tmp_path / "gpus", boards(1))
     empty.edit("device: cpu", "device: auto")
     assert train_gpus(empty) == ("cuda", "1")
 
 
 def test_auto_without_a_gpu_is_the_cpu(empty: Bench, tmp_path: Path) -> None:
-    empty.environment = pretend_gpus(tmp_path / "gpus", 0)
+    empty.environment = VISIBLE | pretend_gpus(tmp_path / "gpus", boards(0))
     empty.edit("device: cpu", "device: auto")
     assert train_gpus(empty) == ("cpu", "0")
 
 
+def test_a_gpu_named_twice_ends_the_parsing_with_one_line(empty: Bench, tmp_path: Path) -> None:
+    empty.environment = pretend_gpus(tmp_path / "gpus", boards(2))
+    empty.environment["CUDA_VISIBLE_DEVICES"] = "1,1"
+    empty.edit("device: cpu", "device: auto")
+    finished = empty.snakemake("-n")
+    assert finished.code != 0
+    (complaint,) = finished.complaints
+    assert f"write CUDA_VISIBLE_DEVICES={uuid(1)}, or leave" in complaint
+    assert complaint.endswith("write: device: cpu")
+
+
 def test_changing_the_device_reruns_every_run(bench: Bench, tmp_path: Path) -> None:
-    bench.environment = pretend_gpus(tmp_path / "gpus", 1)
+    bench.environment = VISIBLE | pretend_gpus(tmp_path / "gpus", boards(1))
     assert bench.plan() == NOTHING
     bench.edit("device: cpu", "device: cuda")
     assert bench.plan().trains == trains(*ARMS, PROBE)
 
 
 def test_only_what_trains_asks_for_a_gpu(empty: Bench, tmp_path: Path) -> None:
-    empty.environment = pretend_gpus(tmp_path / "gpus", 2)
+    empty.environment = VISIBLE | pretend_gpus(tmp_path / "gpus", boards(2))
     empty.edit("device: cpu", "device: auto")
     _, asked = rule_gpus(empty)
     assert {name for name, gpus in asked.items() if gpus != "0"} == {"train", "probe"}

@@ -64,6 +64,10 @@ def spell_scale(text: str) -> Callable[[Bench], None]:
             lambda bench: bench.edit("device: cpu", "device: cpu\nthreads: 1"),
             id="default-written-out",
         ),
+        pytest.param(
+            lambda bench: bench.edit("device: cpu", "device: cpu\nruns_per_gpu: 4"),
+            id="runs_per_gpu",
+        ),
     ],
 )
 def test_an_edit_that_changes_no_meaning_reruns_nothing(

@@ -13,10 +13,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,9 @@ from halfscale import __version__, quick
 from halfscale.config import read_config
 from halfscale.guard import OWNER
 from halfscale.packing import unpack
+
+if TYPE_CHECKING:
+    from halfscale.records import JobRecord
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -106,12 +109,29 @@ def _end_with_owner() -> None:
     threading.Thread(target=watch, daemon=True, name="owner-watch").start()
 
 
+def _own_gpu(device: str) -> AbstractContextManager[object]:
+    """While it is open, a job on a GPU has one of its own."""
+    if device != "cuda":
+        return nullcontext()
+    from halfscale.gpus import hold_gpu
+
+    return hold_gpu(say=lambda line: print(line, flush=True))
+
+
+def _print_end(record: JobRecord) -> None:
+    if record.gpu:
+        print(f"gpu: {record.gpu}")
+    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+
+
 @_by_hand
 def check(config: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
     """Check a configuration file and say what it would run."""
+    from halfscale.devices import count_gpus
     from halfscale.planner import build_plan
 
-    plan = build_plan(read_config(config), str(config))
+    # The file may be for a cluster, and this its login node.
+    plan = build_plan(read_config(config), str(config), elsewhere=True)
     runs, probes = len(list(plan.runs())), len(list(plan.probes()))
     print(
         f"{config}: {runs} runs on {plan.device}: {', '.join(sorted(plan.workloads))} × "
@@ -119,6 +139,8 @@ def check(config: Annotated[Path, typer.Argument(help="A configuration file.")])
     )
     more = plan.search.proposals * probes if plan.search else 0
     print(f"beside them {probes} probes, and up to {more} runs of what the search finds")
+    if plan.device == "cuda" and not count_gpus():
+        print("this machine has no GPU that torch can use; they can only run on a cluster's")
 
 
 @_by_hand
@@ -177,8 +199,9 @@ def train(
     print(f"train {run_spec} ({run_spec.digest})", flush=True)
     from halfscale.train import train as train_run
 
-    record = train_run(run_spec, folder, lambda line: print(line, flush=True))
-    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+    with _own_gpu(run_spec.device):
+        record = train_run(run_spec, folder, lambda line: print(line, flush=True))
+    _print_end(record)
 
 
 @partial(_job, hidden=True)
@@ -193,8 +216,9 @@ def probe_job(
     print(f"probe {probe_spec} ({probe_spec.digest})", flush=True)
     from halfscale.probe import probe as run_probe
 
-    record = run_probe(probe_spec, folder, lambda line: print(line, flush=True))
-    print(f"outcome: {record.outcome}" + (f" ({record.error})" if record.error else ""))
+    with _own_gpu(probe_spec.device):
+        record = run_probe(probe_spec, folder, lambda line: print(line, flush=True))
+    _print_end(record)
 
 
 @_job
@@ -282,12 +306,13 @@ def verdict(
     checked = Plan.model_validate_json(plan.read_text(encoding="utf-8"))
     table = pd.read_csv(runs)
     decided = decide(table, checked.configurations)
-    write_json(output, build_recommendation(checked, table, decided))
     if decided.recommended:
         choice = checked.configurations[decided.recommended]
         write_settings(express(choice.policy, choice.parameters, checked.device), settings)
     else:
         write_text(settings / "settings.md", f"{decided.sentence} There are no settings.\n")
+    # Last: a folder that is there need not be whole, where failed jobs keep what they wrote.
+    write_json(output, build_recommendation(checked, table, decided))
     print(decided.sentence)
 
 

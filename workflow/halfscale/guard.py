@@ -15,7 +15,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from halfscale import outdated
 from halfscale.config import ConfigError, read_config
+from halfscale.devices import RUNS_PER_GPU
+from halfscale.jobs import Jobs
 from halfscale.plan import Plan, ProbeSpec, RunSpec, is_found
 from halfscale.planner import build_plan
 from halfscale.proposals import PROPOSALS
@@ -58,9 +61,14 @@ def _prepend(environment: os._Environ[str], name: str, folder: str) -> None:
 
 
 def load_plan(
-    config: Mapping[str, Any], workflow_folder: Path, given_files: Iterable[Path | str] = ()
+    config: Mapping[str, Any],
+    workflow_folder: Path,
+    given_files: Iterable[Path | str] = (),
+    elsewhere: bool = False,
 ) -> Plan:
     """The plan of this workflow, or the end of the process with one line that says why not.
+
+    Its jobs find ``runs_per_gpu`` in their environment, since it is no part of a run.
 
     Args:
         config: What Snakemake was given: ``--configfile``, ``--config`` or a module's ``config:``.
@@ -68,6 +76,7 @@ def load_plan(
             workflow's folder, is read and ``config`` laid over it.
         workflow_folder: The folder of the Snakefile.
         given_files: The files of ``--configfile``, checked again for repeated keys.
+        elsewhere: Whether the runs may be on other machines than this one.
     """
     try:
         source = "the configuration"
@@ -82,7 +91,9 @@ def load_plan(
             )
             source = str(path)
             merged = _lay_over(read_config(path), merged)
-        return build_plan(merged, source)
+        plan = build_plan(merged, source, elsewhere=elsewhere)
+        os.environ[RUNS_PER_GPU] = str(plan.execution.runs_per_gpu)
+        return plan
     except ConfigError as error:
         sys.exit(f"halfscale: {error}")
 
@@ -143,6 +154,14 @@ def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
+def check_results(jobs: Jobs) -> None:
+    """Put right what is left of earlier workflows; for the process that a user started alone."""
+    clear_stale_locks()
+    outdated.reopen_failed(jobs)
+    outdated.reopen_predictions(jobs)
+    outdated.stop_if_outdated(jobs)
+
+
 def clear_stale_locks() -> None:
     """Remove the lock that a killed Snakemake left on this workflow's files, and only that one.
 
@@ -167,6 +186,21 @@ def clear_stale_locks() -> None:
 def hold_lock() -> None:
     """Mark this workflow as running, for as long as the process lives; call it when jobs start."""
     _hold_lock(patience=10.0)
+
+
+def drop_rate_limit(workflow: Any) -> None:
+    """Take away Snakemake's default limit of 100 jobs a second: no jobs here come faster.
+
+    To keep it, Snakemake 9 looks at all ready jobs again a second after each look: every finished
+    job adds one more look a second, which after some hundred short jobs takes all of a core. A
+    limit that a user asked for stays, and so does that of a cluster.
+
+    Args:
+        workflow: Snakemake's own object of that name.
+    """
+    limiter = getattr(workflow.scheduler, "job_rate_limiter", None)
+    if workflow.local_exec and limiter and (limiter.max_jobs, limiter.timespan) == (100, 1):
+        workflow.scheduler.job_rate_limiter = None
 
 
 def _hold_lock(patience: float = 0.0) -> bool:

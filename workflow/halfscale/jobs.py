@@ -109,6 +109,10 @@ class Jobs:
         """Every run, those of what the search has found among them."""
         return [self.run(*key) for key in self.whole().run_keys()]
 
+    def count_runs(self) -> int:
+        """How many runs there are, those of what the search has found among them."""
+        return sum(1 for _ in self.whole().run_keys())
+
     def listed(self) -> Iterator[Job]:
         """The runs and probes of the plan itself, which wait for no search."""
         yield from (self.run(*key) for key in self.plan.run_keys())

@@ -245,9 +245,13 @@ class Execution(_Block):
 
     Attributes:
         warm_workers: Whether local jobs are forked from one process that has imported torch.
+        runs_per_gpu: How many runs may be on one GPU at a time.
+        device_found: Whether the device is what was found on this machine, not what was asked for.
     """
 
     warm_workers: bool = True
+    runs_per_gpu: int = 1
+    device_found: bool = False
 
 
 class Plan(_Block):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
 from halfscale.config import parse_number, parse_whole, refuse_key
-from halfscale.devices import count_gpus
+from halfscale.devices import GpuError, count_gpus
 from halfscale.naming import find_fault, suggest_name
 from halfscale.plan import Execution, Plan, PolicyChoice
 from halfscale.policies import POLICIES
@@ -35,14 +35,18 @@ class _Config(BaseModel):
     threads: Annotated[int, _within(1, 1024)] = 1
     search: Any = True
     warm_workers: StrictBool = True
+    runs_per_gpu: Annotated[int, _within(1, 1024)] = 1
 
 
-def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
+def build_plan(
+    config: Mapping[str, Any], source: str = "config.yaml", *, elsewhere: bool = False
+) -> Plan:
     """Check a configuration and resolve it: defaults, device, code digests.
 
     Args:
         config: The content of the configuration file, overrides applied.
         source: What errors call it.
+        elsewhere: Whether the runs may be on other machines: ``cuda`` is then taken without a GPU.
 
     Raises:
         ConfigError: With the file, the key, the value and what to write instead, on one line.
@@ -60,7 +64,7 @@ def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
     if not checked.workloads:
         refuse_key(source, ("workloads",), {}, "is empty", {"binary": {"steps": 100}})
     return Plan(
-        device=_resolve_device(checked.device, source),
+        device=_resolve_device(checked.device, source, elsewhere),
         threads=checked.threads,
         seeds=tuple(sorted(checked.seeds)),
         workloads={
@@ -74,7 +78,11 @@ def build_plan(config: Mapping[str, Any], source: str = "config.yaml") -> Plan:
             for name, block in sorted(checked.configurations.items())
         },
         search=plan_search(checked.search, source),
-        execution=Execution(warm_workers=checked.warm_workers),
+        execution=Execution(
+            warm_workers=checked.warm_workers,
+            runs_per_gpu=checked.runs_per_gpu,
+            device_found=checked.device == "auto",
+        ),
     )
 
 
@@ -145,15 +153,33 @@ def _like_number(value: object) -> object:
     return value
 
 
-def _resolve_device(wanted: str, source: str) -> Literal["cpu", "cuda"]:
-    if wanted == "cpu":
-        return "cpu"
-    if count_gpus():
-        return "cuda"
-    if wanted == "cuda":
+def _resolve_device(
+    wanted: Literal["auto", "cpu", "cuda"], source: str, elsewhere: bool
+) -> Literal["cpu", "cuda"]:
+    if wanted == "auto":
+        return "cuda" if _count_gpus(wanted, source) else "cpu"
+    if wanted == "cuda" and not elsewhere:
+        refuse_missing_gpu(source)
+    return wanted
+
+
+def _count_gpus(wanted: str, source: str) -> int:
+    try:
+        return count_gpus()
+    except GpuError as error:
+        reason = f"{error}, or leave the GPUs alone"
+        refuse_key(source, ("device",), wanted, reason, "cpu")
+
+
+def refuse_missing_gpu(source: str) -> None:
+    """Refuse ``device: cuda`` if this machine has no GPU for it.
+
+    Raises:
+        ConfigError: If there is none, or if ``CUDA_VISIBLE_DEVICES`` cannot be read.
+    """
+    if not _count_gpus("cuda", source):
         reason = "no NVIDIA GPU that torch can use was found on this machine"
-        refuse_key(source, ("device",), wanted, reason, "auto")
-    return "cpu"
+        refuse_key(source, ("device",), "cuda", reason, "auto")
 
 
 _EXAMPLES: dict[str, Any] = {
@@ -164,6 +190,7 @@ _EXAMPLES: dict[str, Any] = {
     "threads": 1,
     "search": {"proposals": 2},
     "warm_workers": True,
+    "runs_per_gpu": 1,
 }
 
 

@@ -59,6 +59,7 @@ def probe(spec: ProbeSpec, folder: Path, progress: Callable[[str], None] = print
         outcome=ended.outcome,
         error=ended.error,
         environment=ended.environment,
+        gpu=ended.gpu,
     )
 
 

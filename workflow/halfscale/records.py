@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from halfscale.gpu_use import GpuUse
 from halfscale.magnitudes import BINS
 from halfscale.plan import JobSpec, ProbeSpec, RunSpec, canonical_json
 from halfscale.sources import file_digest
@@ -82,6 +83,7 @@ class JobRecord(BaseModel):
         error: The error's text, or None.
         steps_done: Rows of the table.
         environment: What computed it: torch, device name, arithmetic, threads.
+        gpu: What it took of its GPU; None on the CPU, and in records older than this field.
         trace_sha256: The SHA-256 of the table's file.
     """
 
@@ -92,6 +94,7 @@ class JobRecord(BaseModel):
     error: str | None
     steps_done: int
     environment: dict[str, str | int]
+    gpu: GpuUse | None = None
     trace_sha256: str
 
 
@@ -326,7 +329,8 @@ def _read_record(kind: type[Record], path: Path, folder: Path) -> Record:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         record = kind.model_validate(content)
-        computed = checksum_of(record.model_dump())  # a ValueError if a number is not finite
+        # Of what it holds: one that is older than a field has none. NaN is a ValueError.
+        computed = checksum_of(record.model_dump(exclude_unset=True))
     except FileNotFoundError:
         refuse(path, folder, "is missing")
     except (ValueError, KeyError, AttributeError, TypeError, ValidationError):

@@ -11,8 +11,14 @@ from typing import Any
 import torch
 
 from halfscale.faults import Ended, list_non_finite, workload_code
+from halfscale.gpu_use import GpuUse
 from halfscale.imported import stop_if_edited
-from halfscale.machine import describe_machine, make_deterministic
+from halfscale.machine import (
+    describe_machine,
+    make_deterministic,
+    stop_without_gpu,
+    watched_gpu,
+)
 from halfscale.plan import ProbeSpec, RunSpec
 from halfscale.policies import FloorReached
 from halfscale.precision import Arithmetic, arithmetic
@@ -63,6 +69,7 @@ class Result:
     final_scale: float | None
     evaluation: float | None
     environment: dict[str, str | int]
+    gpu: GpuUse | None = None
 
 
 def run_training(
@@ -86,19 +93,21 @@ def run_training(
     scaler = make_scaler(spec)
     outcome: Outcome
     evaluation = None
-    with arithmetic(spec.precision, spec.device) as used:
+    with watched_gpu(spec) as gpu_use, arithmetic(spec.precision, spec.device) as used:
         try:
             training = start_training(spec, scaler, used, observe)
             outcome, error = _run_steps(training, record, progress), None
             evaluation = evaluate_model(training)
         except Ended as ended:
             outcome, error = ended.outcome, str(ended)
+        gpu = gpu_use()
     return Result(
         outcome=outcome,
         error=error,
         final_scale=scaler.get_scale() if spec.policy else None,
         evaluation=evaluation,
         environment=describe_machine(spec, str(used)),
+        gpu=gpu,
     )
 
 
@@ -117,10 +126,12 @@ def start_training(
 
     Raises:
         Ended: If its own code cannot build it.
-        RuntimeError: If its own code was edited after the run was planned.
+        RuntimeError: If its own code was edited after the run was planned, or if there is no GPU
+            for a run that was planned for one.
     """
     if spec.entry:
         stop_if_edited(spec.entry, spec.source)
+    stop_without_gpu(spec)
     make_deterministic(spec)
     with workload_code("building the workload", spec.entry):
         workload = build_workload(

@@ -25,6 +25,7 @@ rule plots:
         texts=expand("results/plots/{figure}.txt", figure=FIGURES),
     log:
         "results/logs/plots.log",
+    localrule: True
     conda:
         "../../envs/halfscale.yaml"
     params:

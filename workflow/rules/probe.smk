@@ -12,7 +12,7 @@ rule probe:
         "../../envs/halfscale.yaml"
     threads: PLAN.threads
     resources:
-        gpu=1 if PLAN.device == "cuda" else 0,
+        **GPU,
         mem_mb=1024,
     # One canonical string: Snakemake compares params as a set of values without their names.
     params:
@@ -20,5 +20,6 @@ rule probe:
     message:
         "probe workload={wildcards.workload} seed={wildcards.seed}"
     shell:
+        "record={output.record:q}\n"
         "python -P -m halfscale probe-job --spec {params.spec:q}"
-        ' --folder "$(dirname {output.record:q})" > {log:q}'
+        ' --folder "${{record%/*}}" > {log:q}'

@@ -9,6 +9,7 @@ rule predict:
         seal="results/replay/seal.json",
     log:
         "results/logs/predict.log",
+    localrule: True
     conda:
         "../../envs/halfscale.yaml"
     params:

@@ -20,6 +20,7 @@ rule summary:
         executed="reports/summary.ipynb",
     log:
         "results/logs/summary.log",
+    localrule: True
     conda:
         "../../envs/halfscale.yaml"
     params:

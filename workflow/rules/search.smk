@@ -5,6 +5,7 @@ checkpoint search:
         proposals="results/search/proposals.json",
     log:
         "results/logs/search.log",
+    localrule: True
     conda:
         "../../envs/halfscale.yaml"
     params:

@@ -22,6 +22,7 @@ rule tables:
         plan="results/tables/plan.json",
     log:
         "results/logs/tables.log",
+    localrule: True
     conda:
         "../../envs/halfscale.yaml"
     params:
@@ -42,6 +43,7 @@ rule verdict:
         settings=directory("reports/settings"),
     log:
         "results/logs/verdict.log",
+    localrule: True
     conda:
         "../../envs/halfscale.yaml"
     params:

@@ -13,7 +13,7 @@ rule train:
         "../../envs/halfscale.yaml"
     threads: PLAN.threads
     resources:
-        gpu=1 if PLAN.device == "cuda" else 0,
+        **GPU,
         mem_mb=1024,
     # One canonical string: Snakemake compares params as a set of values without their names.
     params:
@@ -23,5 +23,6 @@ rule train:
     message:
         "train workload={wildcards.workload} configuration={wildcards.arm} seed={wildcards.seed}"
     shell:
+        "record={output.run:q}\n"
         "python -P -m halfscale train --spec {params.spec:q}"
-        ' --folder "$(dirname {output.run:q})" > {log:q}'
+        ' --folder "${{record%/*}}" > {log:q}'
