@@ -9,7 +9,7 @@ min_version("9.0")
 FOLDER = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
 sys.path.insert(0, str(FOLDER / "workflow"))
 
-from halfscale import cluster, guard, sources
+from halfscale import cluster, guard, jobs, sources
 from halfscale.warm import keeper
 
 ELSEWHERE = cluster.may_run_elsewhere(workflow)
@@ -18,11 +18,12 @@ FIGURES = guard.FIGURES
 
 # A module's prefix goes before every relative path of a rule.
 RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
+JOBS = jobs.Jobs(PLAN, RESULTS)
 
 guard.prepare_jobs()
 keeper.offer_worker(PLAN, workflow.is_main_process)
 if workflow.is_main_process:
-    guard.check_results(PLAN, RESULTS)
+    guard.check_results(JOBS)
 
 
 rule all:
@@ -30,7 +31,7 @@ rule all:
     input:
         # Of all targets those that need not wait for the search.
         guard.list_first_targets(PLAN),
-        lambda wildcards: guard.list_targets(whole_plan()),
+        lambda wildcards: guard.list_late_targets(whole_plan()),
 
 
 include: "workflow/rules/common.smk"
@@ -51,8 +52,7 @@ onstart:
 
 
 onsuccess:
-    runs = len(list(guard.extended(PLAN, RESULTS).runs()))
-    print(f"{runs} runs on {PLAN.device}; open reports/summary.html")
+    print(f"{JOBS.count_runs()} runs on {PLAN.device}; open reports/summary.html")
 
 
 onerror:

@@ -9,35 +9,24 @@ of Snakemake are given beside those of a trivial one-rule workflow taken in turn
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
-import numpy as np
+from synthetic import (
+    HALFSCALE,
+    REPOSITORY,
+    SNAKEMAKE,
+    synthetic_plan,
+    timed,
+    write_synthetic,
+    write_synthetic_probes,
+)
 
-from halfscale.config import read_config
-from halfscale.magnitudes import BINS, LOWEST_EXPONENT
-from halfscale.plan import Plan
-from halfscale.planner import build_plan
-from halfscale.records import write_probe, write_run
-
-REPOSITORY = Path(__file__).parents[1]
-SNAKEMAKE = [str(Path(sys.executable).parent / "snakemake")]
 TRIVIAL = 'rule all:\n    output: "done"\n    shell: "touch {output}"\n'
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "workflow")}
-
-
-def timed(command: list[str], folder: Path) -> float:
-    """Wall seconds of a command that must succeed."""
-    started = time.perf_counter()
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, env=ENVIRONMENT)
-    return time.perf_counter() - started
 
 
 def compare(name: str, ours: list[str], folder: Path, trivial: Path, pairs: int = 5) -> None:
@@ -49,84 +38,18 @@ def compare(name: str, ours: list[str], folder: Path, trivial: Path, pairs: int 
     print(f"{name}: {mine:.2f} s, trivial workflow {floor:.2f} s, over it {over:.2f} s")
 
 
-def synthetic_plan(runs: int) -> Plan:
-    """A plan of about so many runs: two workloads, eight arms, as many seeds as it takes."""
-    config = read_config(REPOSITORY / "config.yaml")
-    seeds = list(range(max(1, round(runs / 16))))
-    return build_plan({**config, "seeds": seeds, "device": "cpu", "search": False})
-
-
-def write_synthetic(plan: Plan, results: Path) -> int:
-    """Write the files of every run of the plan; the losses fall and scaled runs skip steps."""
-    count = 0
-    for count, spec in enumerate(plan.runs(), start=1):  # noqa: B007 - the count is returned
-        random = np.random.default_rng(abs(hash((spec.arm, spec.seed))) % 2**32)
-        steps = np.arange(spec.steps)
-        skipped = (random.random(spec.steps) < 0.02) & (spec.policy is not None)
-        loss = 2.0 * np.exp(-steps / 40.0) + 0.1 + 0.01 * random.random(spec.steps)
-        trace = {
-            "step": steps.tolist(),
-            "loss": loss.tolist(),
-            "scale": [65536.0] * spec.steps,
-            "overflow": skipped.tolist(),
-            "applied": (~skipped).tolist(),
-            "grad_norm": loss.tolist(),
-            "headroom": [3.0] * spec.steps,
-            "seconds": [0.001] * spec.steps,
-        }
-        write_run(
-            results / spec.folder,
-            trace,
-            spec=spec,
-            outcome="ok",
-            error=None,
-            final_scale=65536.0 if spec.policy else None,
-            environment={"arithmetic": "synthetic"},
-        )
-    return count
-
-
-def write_synthetic_probes(plan: Plan, results: Path) -> None:
-    """Write the files of every probe of the plan; a scale of 2^16 overflows in some steps."""
-    counts = np.zeros(BINS, dtype=np.int64)
-    counts[-30 - LOWEST_EXPONENT : -LOWEST_EXPONENT] = 16
-    for spec in plan.probes():
-        random = np.random.default_rng(spec.seed)
-        largest = np.exp2(random.uniform(-4.0, 0.2, spec.steps))
-        probe = {
-            "step": list(range(spec.steps)),
-            "loss": [0.5] * spec.steps,
-            "largest": largest.tolist(),
-            "largest_gradient": (largest / 2).tolist(),
-            "batch_repeats": [False] * spec.steps,
-            "activation_counts": [counts.tolist()] * spec.steps,
-            "weight_counts": [counts.tolist()] * spec.steps,
-            "activation_zeros": [0] * spec.steps,
-            "weight_zeros": [0] * spec.steps,
-        }
-        write_probe(
-            results / spec.folder,
-            probe,
-            spec=spec,
-            outcome="ok",
-            error=None,
-            environment={"arithmetic": "synthetic"},
-        )
-
-
 def time_readers(runs: int, folder: Path, everything: bool) -> None:
     """Time the readers over synthetic run files."""
     plan = synthetic_plan(runs)
     results = folder / f"results-{runs}"
     count = write_synthetic(plan, results)
     write_synthetic_probes(plan, results)
-    halfscale = [sys.executable, "-m", "halfscale"]
     recommendation = folder / "recommendation.json"
     read = ["--plan", plan.canonical_json(), "--results", str(results)]
-    print(f"predictions of {count} runs: {timed([*halfscale, 'predict', *read], folder):.1f} s")
-    timings = {"tables": timed([*halfscale, "tables", *read], folder)}
+    print(f"predictions of {count} runs: {timed([*HALFSCALE, 'predict', *read], folder):.1f} s")
+    timings = {"tables": timed([*HALFSCALE, "tables", *read], folder)}
     if everything:
-        verify = [*halfscale, "verify", "--folder", str(results / "verification")]
+        verify = [*HALFSCALE, "verify", "--folder", str(results / "verification")]
         timed(verify, folder)
         tables = results / "tables"
         chosen = ["--plan", str(tables / "plan.json"), "--runs", str(tables / "runs.csv")]
@@ -134,7 +57,7 @@ def time_readers(runs: int, folder: Path, everything: bool) -> None:
         places = ["--executed", "s.ipynb", "--page", "s.html", "--attempt", "a.ipynb"]
         timings["verdict"] = timed(
             [
-                *halfscale,
+                *HALFSCALE,
                 "verdict",
                 *chosen,
                 "--output",
@@ -144,8 +67,8 @@ def time_readers(runs: int, folder: Path, everything: bool) -> None:
             ],
             folder,
         )
-        timings["plots"] = timed([*halfscale, "plots", *common], folder)
-        timings["report"] = timed([*halfscale, "report", *common, *places], folder)
+        timings["plots"] = timed([*HALFSCALE, "plots", *common], folder)
+        timings["report"] = timed([*HALFSCALE, "report", *common, *places], folder)
         size = (folder / "s.html").stat().st_size / 1e6
         print(f"page of {count} runs: {size:.2f} MB")
     shown = ", ".join(f"{name} {value:.1f} s" for name, value in timings.items())

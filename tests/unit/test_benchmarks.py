@@ -15,6 +15,11 @@ from halfscale.records import TRACE_SCHEMA, read_run
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.fixture(autouse=True)
+def _benchmarks_import_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
 def test_synthetic_runs_are_runs_that_the_readers_accept(tmp_path: Path) -> None:
     pipeline = runpy.run_path(str(BENCHMARKS / "pipeline.py"))
     plan = pipeline["synthetic_plan"](16)

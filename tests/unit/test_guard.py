@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -19,11 +17,10 @@ import yaml
 from filelock import FileLock
 
 from halfscale import guard
-from halfscale.plan import Plan
+from halfscale.plan import PolicyChoice
 from halfscale.planner import build_plan
-from halfscale.predict import write_predictions
 
-from .crafted import make_plan, write_all
+from .crafted import make_plan
 
 SHIPPED = {
     "configurations": {"default": {"init_scale": 4}},
@@ -190,71 +187,6 @@ def test_nothing_is_done_where_there_is_nothing(
     assert [path.name for path in unlocked.iterdir()] == [".snakemake"]
 
 
-def mark_recorded(path: str) -> None:
-    """Leave the metadata that Snakemake keeps of a file it made."""
-    folder = Path(".snakemake", "metadata")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / base64.urlsafe_b64encode(path.encode()).decode()).write_text("{}")
-
-
-@pytest.fixture
-def written(folder: Path) -> Plan:
-    plan = make_plan({"a": {}, "b": {}}, seeds=[0])
-    write_all(Path("results"), plan)
-    return plan
-
-
-EDITED = make_plan({"a": {}, "b": {"init_scale": 2}}, seeds=[0])
-
-
-def test_results_of_this_plan_are_not_outdated(written: Plan) -> None:
-    guard.stop_if_outdated(written, Path("results"))
-
-
-def test_results_that_are_missing_or_unreadable_are_left_to_snakemake(written: Plan) -> None:
-    guard.stop_if_outdated(make_plan({"c": {}}), Path("results"))
-    (Path("results") / written.run("binary", "a", 0).folder / "run.json").write_text("{")
-    guard.stop_if_outdated(written, Path("results"))
-    guard.stop_if_outdated(EDITED, Path("nowhere"))
-
-
-def test_outdated_results_without_snakemakes_records_stop_with_the_command_that_mends_it(
-    written: Plan,
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        guard.stop_if_outdated(EDITED, Path("results"))
-    message = str(caught.value.code)
-    assert len(message.splitlines()) == 1
-    assert "1 results" in message
-    assert shlex.split(message.rpartition(": ")[2]) == ["rm", "-r", "results/runs/binary/b"]
-    subprocess.run(message.rpartition(": ")[2], shell=True, check=True)
-    guard.stop_if_outdated(EDITED, Path("results"))
-
-
-def test_outdated_results_that_snakemake_knows_are_left_to_it(written: Plan) -> None:
-    mark_recorded(f"results/{written.run('binary', 'b', 0).folder}/run.json")
-    guard.stop_if_outdated(EDITED, Path("results"))
-
-
-def test_tables_of_another_plan_without_records_stop_with_the_command_that_mends_it(
-    written: Plan,
-) -> None:
-    tables = Path("results", "tables")
-    tables.mkdir()
-    (tables / "plan.json").write_text(EDITED.canonical_json() + "\n")
-    with pytest.raises(SystemExit, match=r"rm -r results/tables$"):
-        guard.stop_if_outdated(written, Path("results"))
-    mark_recorded("results/tables/plan.json")
-    guard.stop_if_outdated(written, Path("results"))
-
-
-def test_tables_of_this_plan_are_not_outdated(written: Plan) -> None:
-    tables = Path("results", "tables")
-    tables.mkdir()
-    (tables / "plan.json").write_text(written.canonical_json() + "\n")
-    guard.stop_if_outdated(written, Path("results"))
-
-
 def test_failures_are_told_by_the_last_line_of_the_logs_of_this_time(folder: Path) -> None:
     started = time.time() - 5
     for name, text, age in (
@@ -288,63 +220,32 @@ def test_jobs_find_this_interpreter_and_this_package_and_know_their_owner(
     assert int(os.environ[guard.OWNER]) == os.getpid()
 
 
-def test_predictions_of_another_plan_are_made_again_where_no_records_are_kept(folder: Path) -> None:
-    plan = make_plan({"a": {}}, seeds=[0])
-    results = Path("results")
-    guard.reopen_predictions(plan, results)
-    write_all(results, plan)
-    write_predictions(plan, results)
-    path = results / "replay" / "predictions.csv"
-    mark = folder / ".snakemake" / "incomplete" / guard._record_name(path)
-    guard.reopen_predictions(plan, results)
-    assert not mark.exists()
-    edited = make_plan({"a": {"init_scale": 8}}, seeds=[0])
-    record = folder / ".snakemake" / "metadata" / mark.name
-    record.parent.mkdir(parents=True)
-    record.write_text("{}")
-    guard.reopen_predictions(edited, results)
-    assert not mark.exists()  # Snakemake knows by itself
-    record.unlink()
-    guard.reopen_predictions(edited, results)
-    assert mark.exists()
-
-
-def test_predictions_that_cannot_be_read_are_left_to_their_readers(folder: Path) -> None:
-    for content in (b"", b"x,y\n1,2\n", b"\xff\xfe"):
-        path = folder / "results" / "replay" / "predictions.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        guard.reopen_predictions(make_plan(), Path("results"))
-
-
 def test_the_figures_that_are_asked_for_are_those_that_are_drawn() -> None:
     from halfscale.plots import FIGURES
 
     assert set(guard.FIGURES) == set(FIGURES)
 
 
-def test_every_file_of_every_run_is_a_target() -> None:
+def test_every_file_of_every_run_is_a_target_once() -> None:
     plan = make_plan({"a": {}}, seeds=[0, 1])
-    targets = guard.list_targets(plan)
+    targets = [*guard.list_first_targets(plan), *guard.list_late_targets(plan)]
     assert len(targets) == len(set(targets))
-    for run in plan.runs():
-        assert f"results/{run.folder}/run.json" in targets
-        assert f"results/{run.folder}/trace.parquet" in targets
-    for seed in (0, 1):
-        assert f"results/probes/binary/seed{seed}/probe.json" in targets
-        assert f"results/probes/binary/seed{seed}/probe.parquet" in targets
+    for job in plan.jobs():
+        assert f"results/{job.folder}/{job.record_name}" in targets
+        assert f"results/{job.folder}/{job.table_name}" in targets
     assert "reports/summary.html" in targets
     assert {f"results/replay/{file}" for file in guard.REPLAY} <= set(targets)
 
 
-def test_a_run_that_is_not_in_the_plan_ends_with_one_line() -> None:
+def test_only_what_the_search_found_waits_for_it() -> None:
     plan = make_plan({"a": {}}, seeds=[0])
-    assert guard.find_run(plan, Path("nowhere"), "binary", "a", 0) == plan.run("binary", "a", 0)
-    for workload, arm in (("binary", "b"), ("digits", "a")):
-        with pytest.raises(SystemExit, match=f"no workload {workload} or no configuration {arm}$"):
-            guard.find_run(plan, Path("nowhere"), workload, arm, 0)
-    with pytest.raises(SystemExit, match="can be asked for once it has run"):
-        guard.find_run(plan, Path("nowhere"), "binary", "found-1", 0)
+    found = plan.with_found([PolicyChoice.of(init_scale=8)])
+    first, late = guard.list_first_targets(plan), guard.list_late_targets(found)
+    waits = [target for target in late if "/runs/" in target]
+    assert waits == [
+        f"results/runs/binary/found-1/seed0/{file}" for file in ("run.json", "trace.parquet")
+    ]
+    assert set(guard.list_run_files(found)) - set(first) == set(waits)
 
 
 def test_jobs_find_the_runs_per_gpu_in_their_environment(

@@ -12,13 +12,14 @@ from halfscale.sources import PACKAGE
 
 FAST = [
     *("config", "devices", "sources", "plan", "naming", "entry", "imported", "workload_plan"),
-    *("grid", "search_plan", "planner", "proposals", "guard", "cluster", "policies"),
+    *("grid", "search_plan", "planner", "proposals", "packing", "jobs", "outdated", "guard"),
+    *("cluster", "policies"),
     *("single", "wording", "quick", "gpus", "warm.client", "warm.keeper"),
 ]
 READING = (
     *("verdict", "style", "tables", "plots", "export", "settings", "fragments", "report"),
     *("simulate", "probe_tables", "probe_plots", "evidence", "search_fragments", "html"),
-    *("calibration", "replay_plots", "replay_fragments"),
+    *("calibration", "replay_plots", "replay_fragments", "drawn", "svg"),
 )
 TORCH_FREE = [
     *(*FAST, "records", "magnitudes", "gpu_use", *READING),

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfscale import guard
 from halfscale.config import ConfigError
 from halfscale.grid import grid
+from halfscale.jobs import Jobs
 from halfscale.magnitudes import BINS, LOWEST_EXPONENT
 from halfscale.naming import find_fault, suggest_name
 from halfscale.plan import Plan, ProbeSpec, is_found
@@ -250,7 +250,7 @@ def test_the_proposals_of_another_plan_are_refused(
         read_proposals(other, results)
     assert str(results / PROPOSALS) in str(caught.value)
     assert f"rm -r {results / PROPOSALS.parent}" in str(caught.value)
-    assert guard.extended(other, results) == other
+    assert Jobs(other, results).whole() == other
 
 
 def edit_cost(path: Path) -> None:

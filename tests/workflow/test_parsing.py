@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from pretended import boards, pretend_gpus, uuid
@@ -98,3 +99,46 @@ def test_only_what_trains_asks_for_a_gpu(empty: Bench, tmp_path: Path) -> None:
     empty.edit("device: cpu", "device: auto")
     _, asked = rule_gpus(empty)
     assert {name for name, gpus in asked.items() if gpus != "0"} == {"train", "probe"}
+
+
+def count_work(bench: Bench) -> dict[str, int]:
+    """How often a dry run opens each run's record and makes each run's specification."""
+    wrapper = bench.path / "wrapper.smk"
+    wrapper.write_text(
+        "import atexit, collections, sys\n"
+        f"sys.path.insert(0, {str(bench.source / 'workflow')!r})\n"
+        "from halfscale.plan import Plan\n"
+        "counted, make = collections.Counter(), Plan.run\n"
+        "def count_run(plan, *key):\n"
+        "    counted['/'.join(map(str, key))] += 1\n"
+        "    return make(plan, *key)\n"
+        "def count_open(event, arguments):\n"
+        "    if event == 'open' and str(arguments[0]).endswith('/run.json'):\n"
+        "        counted[str(arguments[0])] += 1\n"
+        "Plan.run = count_run\n"
+        "sys.addaudithook(count_open)\n"
+        "def tell():\n"
+        "    print(*(f'counted {what} {n}' for what, n in counted.items()), sep='\\n')\n"
+        "atexit.register(tell)\n"
+        f"include: {str(bench.source / 'Snakefile')!r}\n",
+        encoding="utf-8",
+    )
+    finished = bench.make("-s", "wrapper.smk", "-n")
+    assert "Nothing to be done" in finished.text, finished.text
+    return {what: int(count) for what, count in re.findall(r"counted (\S+) (\d+)", finished.out)}
+
+
+def test_with_nothing_to_do_each_run_is_looked_at_once(bench: Bench) -> None:
+    counted = count_work(bench)
+    records = {f"results/runs/binary/{arm}/seed0/run.json" for arm in ARMS}
+    assert set(counted) == records | {f"binary/{arm}/0" for arm in ARMS}
+    assert set(counted.values()) == {1}
+
+
+def test_a_plan_longer_than_any_argument_reaches_its_jobs(empty: Bench) -> None:
+    listed = "".join(f"  c{n}: {{growth_interval: {n + 1}}}\n" for n in range(1500))
+    config = empty.path / "config.yaml"
+    before, _, after = config.read_text(encoding="utf-8").partition("  first:")
+    config.write_text(f"{before}{listed}  first:{after}", encoding="utf-8")
+    empty.make("results/replay/predictions.csv")
+    assert len(pd.read_csv(empty.path / "results/replay/predictions.csv")) == 1502

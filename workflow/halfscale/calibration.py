@@ -22,6 +22,10 @@ from halfscale.tables import longest_streak
 TOLERANCE = 1
 """A prediction is good if it is off by this many skipped steps at most."""
 
+_RUN = ["workload", "configuration", "seed"]
+_Row = Mapping[str, Any]
+_Columns = Mapping[str, np.ndarray]
+
 # A loss that is farther from the reference's, relative to it, is on a course of its own.
 _SAME_COURSE = 0.01
 
@@ -60,32 +64,46 @@ def calibrate(
     Raises:
         RecordError: If a run has no prediction, or one that was made for another specification.
     """
-    key = ["workload", "configuration", "seed"]
-    predicted = predictions.set_index(key)
-    actual_steps = dict(iter(steps.groupby(key)))
-    predicted_steps = dict(iter(traces.groupby(key)))
+    predicted = {tuple(row[name] for name in _RUN): row for row in predictions.to_dict("records")}
+    actual_steps = _Steps(steps, ["loss", "applied", "scale"])
+    predicted_steps = _Steps(traces, ["overflow", "scale"])
     rows = []
     for run in runs[~runs["control"]].to_dict("records"):
-        identity = (run["workload"], run["configuration"], run["seed"])
+        identity = tuple(run[name] for name in _RUN)
         prediction = _of_the_same_run(predicted, identity, run["digest"])
-        actual = actual_steps.get(identity, steps.iloc[:0])
-        reference = actual_steps.get((run["workload"], "bf16", run["seed"]), steps.iloc[:0])
-        trace = predicted_steps.get(identity, traces.iloc[:0])
-        rows.append(_compare(run, actual, prediction, trace, reference))
+        actual = actual_steps.of(*identity)
+        reference = actual_steps.of(run["workload"], "bf16", run["seed"])
+        rows.append(_compare(run, actual, prediction, predicted_steps.of(*identity), reference))
     frame = pd.DataFrame(rows, columns=list(CALIBRATION_COLUMNS))
     counts = [name for name in CALIBRATION_COLUMNS if "skip" in name or "difference" in name]
     return frame.astype(dict.fromkeys(counts, "Int64"))
 
 
-def _of_the_same_run(predicted: pd.DataFrame, identity: tuple[Any, ...], digest: str) -> Any:
-    if identity not in predicted.index or predicted.loc[identity, "digest"] != digest:
+class _Steps:
+    """Columns of a table in long form, run by run."""
+
+    def __init__(self, table: pd.DataFrame, columns: list[str]) -> None:
+        self._rows = table.groupby(_RUN, sort=False).indices
+        self._columns = {name: table[name].to_numpy() for name in columns}
+
+    def of(self, workload: str, configuration: str, seed: int) -> _Columns:
+        """The steps of one run; empty columns if it has none."""
+        rows = self._rows.get((workload, configuration, seed), [])
+        return {name: values[rows] for name, values in self._columns.items()}
+
+
+def _of_the_same_run(
+    predicted: Mapping[tuple[Any, ...], _Row], identity: tuple[Any, ...], digest: str
+) -> _Row:
+    found = predicted.get(identity)
+    if found is None or found["digest"] != digest:
         workload, configuration, seed = identity
         raise RecordError(
             f"the predictions have none of this run: workload={workload} "
             f"configuration={configuration} seed={seed}. Mend it: remove the folder replay of the "
             "results and run the same command again"
         )
-    return predicted.loc[identity]
+    return found
 
 
 def read_replay(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -99,25 +117,21 @@ def read_replay(plan: Plan, results: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _compare(
-    run: Mapping[str, Any],
-    actual: pd.DataFrame,
-    prediction: pd.Series,
-    trace: pd.DataFrame,
-    reference: pd.DataFrame,
+    run: _Row, actual: _Columns, prediction: _Row, trace: _Columns, reference: _Columns
 ) -> dict[str, Any]:
     """One row: over the steps of the run that ended in a decision of its scaler."""
     # A loss that is not finite ends a run whatever the gradients were.
-    decided = int(np.isfinite(actual["loss"].to_numpy()).sum())
+    decided = int(np.isfinite(actual["loss"]).sum())
     compared = min(decided, int(prediction["steps"]))
     row = {name: run[name] for name in ("workload", "configuration", "seed", "outcome")}
     row["compared_steps"] = compared
     if compared == 0:
         why = "the probe recorded no step" if decided else "the run ended before its first step"
         return {**row, "note": f"not compared: {why}"}
-    had = ~actual["applied"].to_numpy(dtype=bool)[:compared]
+    had = ~actual["applied"][:compared].astype(bool)
     # A policy that gives up leaves no further step to overflow.
     thought = np.zeros(compared, dtype=bool)
-    overflow = trace["overflow"].to_numpy(dtype=bool)[:compared]
+    overflow = trace["overflow"][:compared].astype(bool)
     thought[: len(overflow)] = overflow
     (apart,) = np.nonzero(had != thought)
     row |= {
@@ -136,24 +150,25 @@ def _compare(
     return {**row, "note": "; ".join(notes)}
 
 
-def _name_end(run: Mapping[str, Any], compared: int, decided: int) -> str:
+def _name_end(run: _Row, compared: int, decided: int) -> str:
     """Why a run is compared over some of its steps only."""
     ended = "the probe" if compared < decided else f"the run, {run['outcome']},"
     return f"compared over {compared} of {run['steps']} steps, then {ended} ended"
 
 
-def _scale_after(steps: pd.DataFrame, compared: int, final: float) -> float:
-    return float(steps["scale"].iloc[compared]) if len(steps) > compared else float(final)
+def _scale_after(steps: _Columns, compared: int, final: float) -> float:
+    scale = steps["scale"]
+    return float(scale[compared]) if len(scale) > compared else float(final)
 
 
-def _break_down(step: int, actual: pd.DataFrame, reference: pd.DataFrame) -> str:
+def _break_down(step: int, actual: _Columns, reference: _Columns) -> str:
     """Where a prediction went wrong, and whether the run had left the reference's course there."""
-    taken = int(actual["applied"].to_numpy(dtype=bool)[:step].sum())
-    loss = float(actual["loss"].iloc[step])
+    taken = int(actual["applied"][:step].astype(bool).sum())
+    loss = float(actual["loss"][step])
     said = f"they part at step {step}"
-    if taken >= len(reference) or not math.isfinite(float(reference["loss"].iloc[taken])):
+    if taken >= len(reference["loss"]) or not math.isfinite(float(reference["loss"][taken])):
         return said
-    expected = float(reference["loss"].iloc[taken])
+    expected = float(reference["loss"][taken])
     if abs(loss - expected) <= _SAME_COURSE * abs(expected):
         return f"{said}, where the loss is still the reference's: a gradient close to the limit"
     return (

@@ -23,6 +23,7 @@ import typer
 from halfscale import __version__, quick
 from halfscale.config import read_config
 from halfscale.guard import OWNER
+from halfscale.packing import unpack
 
 if TYPE_CHECKING:
     from halfscale.records import JobRecord
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 SpecOption = Annotated[str, typer.Option(help="The run's specification, as canonical JSON.")]
-PlanOption = Annotated[str, typer.Option(help="The plan, as canonical JSON.")]
+PlanOption = Annotated[
+    str, typer.Option(help="The plan, as canonical JSON; packed if long.", parser=unpack)
+]
 ResultsOption = Annotated[Path, typer.Option(help="The results folder.")]
 
 

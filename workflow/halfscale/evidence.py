@@ -16,6 +16,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from halfscale.drawn import choose_drawn
 from halfscale.plan import CONTROLS, PolicyChoice
 from halfscale.style import ArmStyle, arm_styles
 
@@ -48,8 +49,14 @@ class Evidence:
         return sorted(set(self.runs["configuration"]) - set(CONTROLS))
 
     @property
+    def drawn(self) -> list[str]:
+        """The configurations that figures with a line or a bar for each draw."""
+        return choose_drawn(self.recommendation)
+
+    @property
     def styles(self) -> dict[str, ArmStyle]:
-        return arm_styles(self.scaled)
+        """The style of every arm; those drawn together are told apart whatever the others are."""
+        return arm_styles(self.scaled) | arm_styles(self.drawn)
 
 
 def panels_of(evidence: Evidence, height: float = 3.6) -> tuple[Figure, dict[str, Axes]]:

@@ -5,7 +5,6 @@ Everything that comes from a run, a name or an error text is escaped here.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Mapping
@@ -18,7 +17,8 @@ import pandas as pd
 from IPython.display import HTML
 
 from halfscale.calibration import CALIBRATION_COLUMNS
-from halfscale.html import table
+from halfscale.drawn import describe_drawn
+from halfscale.html import MOST_ROWS, fold, long_table, table
 from halfscale.magnitudes import TOLERABLE_LOSS
 from halfscale.plan import is_found
 from halfscale.probe_tables import (
@@ -31,6 +31,7 @@ from halfscale.probe_tables import (
 )
 from halfscale.search_fragments import describe_search
 from halfscale.settings import TOOLS, express
+from halfscale.svg import to_data_uri
 from halfscale.tables import CONFIGURATION_COLUMNS, RUN_COLUMNS
 from halfscale.wording import name_window
 
@@ -57,6 +58,9 @@ _CAPTIONS = {
     "sweep": "Verification with inputs × 1e4: a larger scale makes an overflow more likely, never "
     "less.",
 }
+
+# All seven workloads with five configurations and the controls; a longer table is folded.
+MOST_ROWS_IN_SIGHT = 60
 
 
 class Page:
@@ -137,11 +141,12 @@ class Page:
     def figure(self, name: str) -> HTML:
         """A figure with its caption and, for readers without pictures, its numbers as text."""
         folder = self.results / "plots"
-        picture = base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()
+        picture = to_data_uri((folder / f"{name}.svg").read_text(encoding="utf-8"))
         alternative = (folder / f"{name}.txt").read_text(encoding="utf-8").strip()
+        caption = f"{_CAPTIONS[name]} {describe_drawn(self.verdict, name)}".strip()
         return HTML(
-            f"<figure><img src='data:image/svg+xml;base64,{picture}' alt='{escape(alternative)}'>"
-            f"<figcaption>{escape(_CAPTIONS[name])}</figcaption>"
+            f"<figure><img src='{picture}' alt='{escape(alternative)}'>"
+            f"<figcaption>{escape(caption)}</figcaption>"
             f"<details><summary>The numbers as text</summary><p>{escape(alternative)}</p></details>"
             "</figure>"
         )
@@ -155,11 +160,7 @@ class Page:
             f"Decided by: {escape(verdict['deciding_step'])}.</p>"
         ]
         if verdict["rejected"]:
-            rows = [
-                f"<li><b>{escape(name)}</b>: {escape(reason)}</li>"
-                for name, reason in verdict["rejected"].items()
-            ]
-            parts.append(f"<p>Rejected:</p><ul class='rejected'>{''.join(rows)}</ul>")
+            parts.append(_rejections(verdict["rejected"]))
         for group in verdict["identical"]:
             knobs = ", ".join(group["inert_knobs"])
             why = f" Knobs that never acted in them: {escape(knobs)}." if knobs else ""
@@ -186,7 +187,9 @@ class Page:
             for name, score in sorted(scores.items(), key=lambda item: item[1]["ratio"]["estimate"])
         ]
         return (
-            table(pd.DataFrame(rows)) if rows else HTML("<p>Every configuration was rejected.</p>")
+            long_table(pd.DataFrame(rows), "configurations")
+            if rows
+            else HTML("<p>Every configuration was rejected.</p>")
         )
 
     def by_policy(self) -> HTML:
@@ -232,7 +235,14 @@ class Page:
             _with_limits({"estimate": a, "low": b, "high": c}) for a, b, c in interval
         ]
         shown["final_scale"] = [_power_of_two(scale) for scale in shown["final_scale"]]
-        return table(shown.drop(columns=["control", "runs", "ratio_low", "ratio_high", *unused]))
+        shown = shown.drop(columns=["control", "runs", "ratio_low", "ratio_high", *unused])
+        if len(shown) <= MOST_ROWS_IN_SIGHT:
+            return table(shown)
+        folded = [
+            fold(f"{workload}: {len(rows)} arms", table(rows).data)
+            for workload, rows in shown.groupby("workload")
+        ]
+        return HTML("".join(folded))
 
     def window_table(self) -> HTML:
         """Which fixed scales the probes leave, at the start, at the end and throughout."""
@@ -264,7 +274,7 @@ class Page:
         if bad.empty:
             return HTML(f"<p>All {len(self.runs)} runs ended ok.</p>")
         columns = ["workload", "configuration", "seed", "outcome", "error", "steps_done"]
-        return table(bad[columns])
+        return long_table(bad[columns], "runs that did not end ok")
 
     def verification(self) -> HTML:
         """The checks of the hand-written scaler."""
@@ -300,6 +310,18 @@ class Page:
             "<details><summary>Columns of results/tables/calibration.csv</summary>"
             f"{_definitions(CALIBRATION_COLUMNS)}</details>"
         )
+
+
+def _rejections(reasons: Mapping[str, str]) -> str:
+    """What was rejected and why; the first of a long list are in sight."""
+    rows = [f"<li><b>{escape(name)}</b>: {escape(reason)}</li>" for name, reason in reasons.items()]
+    lists = [
+        f"<ul class='rejected'>{''.join(part)}</ul>"
+        for part in (rows[:MOST_ROWS], rows[MOST_ROWS:])
+        if part
+    ]
+    rest = "".join(fold(f"{len(rows) - MOST_ROWS} more", more) for more in lists[1:])
+    return f"<p>Rejected:</p>{lists[0]}{rest}"
 
 
 def _window(windows: pd.DataFrame) -> str:

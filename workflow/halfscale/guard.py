@@ -1,4 +1,4 @@
-"""What the Snakefile needs around the plan: environment, locks, results that no longer fit.
+"""What the Snakefile needs around the plan: environment, targets, locks, failures.
 
 Runs whenever Snakemake parses the workflow, so it imports nothing slow and writes only under
 ``.snakemake``.
@@ -6,9 +6,6 @@ Runs whenever Snakemake parses the workflow, so it imports nothing slow and writ
 
 from __future__ import annotations
 
-import base64
-import csv
-import json
 import os
 import re
 import sys
@@ -18,11 +15,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from halfscale import outdated
 from halfscale.config import ConfigError, read_config
 from halfscale.devices import RUNS_PER_GPU
-from halfscale.plan import FOUND, JobSpec, Plan, RunSpec, is_found
+from halfscale.jobs import Jobs
+from halfscale.plan import Plan, ProbeSpec, RunSpec, is_found
 from halfscale.planner import build_plan
-from halfscale.proposals import PROPOSALS, ProposalError, extend_plan, recorded_digest
+from halfscale.proposals import PROPOSALS
 
 OWNER = "HALFSCALE_OWNER_PID"
 
@@ -99,39 +98,37 @@ def load_plan(
         sys.exit(f"halfscale: {error}")
 
 
-def extended(plan: Plan, results: Path) -> Plan:
-    """The plan with what its search has found so far; the plan itself if that is nothing of use."""
-    try:
-        return extend_plan(plan, results)
-    except ProposalError:
-        return plan
-
-
-def find_run(plan: Plan, results: Path, workload: str, arm: str, seed: int) -> RunSpec:
-    """The specification of a run, or the end of the process with one line if there is none."""
-    # The proposals are read only for what they hold: a large plan asks this of every run.
-    whole = extended(plan, results) if is_found(arm) else plan
-    if workload not in whole.workloads or arm not in whole.arms:
-        what = f"{workload} or no configuration {arm}"
-        hint = "; what the search finds can be asked for once it has run" if is_found(arm) else ""
-        sys.exit(f"halfscale: the configuration has no workload {what}{hint}")
-    return whole.run(workload, arm, seed)
-
-
 def list_first_targets(plan: Plan) -> list[str]:
     """The files that need not wait for the search, relative to the working folder."""
+    checks = [f"results/verification/{table}.csv" for table in ("checks", "sweep")]
+    return [*checks, *list_probe_files(plan), *list_run_files(plan)]
+
+
+def list_probe_files(plan: Plan) -> list[str]:
+    """The two files of each probe, relative to the working folder."""
     return [
-        *(f"results/verification/{table}.csv" for table in ("checks", "sweep")),
-        *(f"results/{job.folder.as_posix()}/{job.record_name}" for job in plan.jobs()),
-        *(f"results/{job.folder.as_posix()}/{job.table_name}" for job in plan.jobs()),
+        f"results/probes/{workload}/seed{seed}/{file}"
+        for workload, seed in plan.probe_keys()
+        for file in (ProbeSpec.record_name, ProbeSpec.table_name)
     ]
 
 
-def list_targets(plan: Plan) -> list[str]:
-    """Every file the workflow makes, relative to the working folder.
+def list_run_files(plan: Plan, only_found: bool = False) -> list[str]:
+    """The two files of each run, or of those that the search found, as `list_probe_files` does."""
+    return [
+        f"results/runs/{workload}/{arm}/seed{seed}/{file}"
+        for workload, arm, seed in plan.run_keys()
+        if is_found(arm) or not only_found
+        for file in (RunSpec.record_name, RunSpec.table_name)
+    ]
+
+
+def list_late_targets(plan: Plan) -> list[str]:
+    """Every other file the workflow makes: what the search found, and what reads the runs.
 
     Not only the page: a file that is missing in the middle of the chain would not be made again
-    while all that comes after it is there.
+    while all that comes after it is there. None of `list_first_targets`, since Snakemake would
+    work through a large plan twice.
     """
     results = [
         *([PROPOSALS.as_posix()] if plan.search else []),
@@ -141,7 +138,7 @@ def list_targets(plan: Plan) -> list[str]:
     ]
     reports = ("recommendation.json", "settings", "summary.ipynb", "summary.html")
     return [
-        *list_first_targets(plan),
+        *list_run_files(plan, only_found=True),
         *(f"results/{file}" for file in results),
         *(f"reports/{file}" for file in reports),
     ]
@@ -157,12 +154,12 @@ def _lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def check_results(plan: Plan, results: Path) -> None:
+def check_results(jobs: Jobs) -> None:
     """Put right what is left of earlier workflows; for the process that a user started alone."""
     clear_stale_locks()
-    reopen_failed(plan, results)
-    reopen_predictions(plan, results)
-    stop_if_outdated(plan, results)
+    outdated.reopen_failed(jobs)
+    outdated.reopen_predictions(jobs)
+    outdated.stop_if_outdated(jobs)
 
 
 def clear_stale_locks() -> None:
@@ -221,132 +218,6 @@ def _hold_lock(patience: float = 0.0) -> bool:
 
 def _is_ours(file: str) -> bool:
     return bool(_OURS.search(file))
-
-
-def stop_if_outdated(plan: Plan, results: Path) -> None:
-    """End the process if results belong to another configuration and Snakemake cannot know it.
-
-    With its records Snakemake sees a changed specification and runs it again. Without them (a
-    deleted ``.snakemake``, results copied from elsewhere) it would call old results up to date.
-    """
-    outdated = [
-        (results / spec.folder).parent
-        for spec in _outdated_jobs(plan, results)
-        if not _is_recorded(results / spec.folder / spec.record_name)
-    ]
-    if _is_search_outdated(plan, results) and not _is_recorded(results / PROPOSALS):
-        # With the runs of what it found: under the same names another search finds other ones.
-        outdated += [(results / PROPOSALS).parent, *results.glob(f"runs/*/{FOUND}*")]
-    if outdated:
-        folders = sorted(set(outdated))
-        names = " ".join(str(folder) for folder in folders)
-        sys.exit(
-            f"halfscale: {len(outdated)} results belong to another configuration or version, and "
-            f"Snakemake's records of them (.snakemake) are gone; remove them and run the same "
-            f"command again: rm -r {names}"
-        )
-    tables = results / "tables" / "plan.json"
-    if (
-        tables.exists()
-        and tables.read_text(encoding="utf-8").strip() != extended(plan, results).canonical_json()
-        and not _is_recorded(tables)
-        and all((results / job.folder / job.record_name).exists() for job in plan.jobs())
-        and (plan.search is None or recorded_digest(results) is not None)
-    ):
-        sys.exit(
-            "halfscale: the tables belong to another configuration, and Snakemake's records of "
-            f"them (.snakemake) are gone; remove them and run the same command again: "
-            f"rm -r {tables.parent}"
-        )
-
-
-def reopen_failed(plan: Plan, results: Path) -> None:
-    """Let Snakemake run again what failed while an older result was kept.
-
-    Snakemake records the parameters of a failed job as if it had finished (its issue 3808), so the
-    kept result of another specification would count as up to date. Such a file is marked as
-    Snakemake marks interrupted ones; the profile's ``rerun-incomplete`` then makes it again.
-    """
-    for spec in _outdated_jobs(plan, results):
-        if _finished(results / "logs" / spec.log, spec):
-            continue
-        name = _record_name(results / spec.folder / spec.record_name)
-        try:
-            record = json.loads(Path(".snakemake", "metadata", name).read_bytes())
-            claims_it = any(spec.canonical_json() in text for text in record["params"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if claims_it:
-            _mark_incomplete(name)
-
-
-def reopen_predictions(plan: Plan, results: Path) -> None:
-    """Let Snakemake predict again if the predictions are others and it cannot know it.
-
-    Their inputs are the probes, which an edited configuration leaves as they are; without its
-    records Snakemake would call old predictions up to date.
-    """
-    path = results / "replay" / "predictions.csv"
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            found = {row["digest"] for row in csv.DictReader(file)}
-    except (OSError, KeyError, UnicodeDecodeError):
-        return
-    asked = {run.digest for run in extended(plan, results).runs() if not run.is_control}
-    if found != asked and not _is_recorded(path):
-        _mark_incomplete(_record_name(path))
-
-
-def _mark_incomplete(name: str) -> None:
-    """Mark a file, by its record's name, as Snakemake marks those whose job was interrupted."""
-    mark = Path(".snakemake", "incomplete", name)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.write_text('{"external_jobid": null}', encoding="utf-8")
-
-
-def _finished(log: Path, spec: JobSpec) -> bool:
-    """Whether the last job that wrote this log was for this specification and had an outcome."""
-    try:
-        text = log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return f"({spec.digest})" in text and "\noutcome: " in text
-
-
-def _record_name(path: Path) -> str:
-    """The name under which Snakemake keeps what it knows of a file: its path in base64."""
-    return base64.urlsafe_b64encode(path.as_posix().encode()).decode()
-
-
-def _is_recorded(path: Path) -> bool:
-    """Whether Snakemake keeps metadata of a file."""
-    name = _record_name(path)
-    # A file whose job was interrupted is marked incomplete instead, and made again for that.
-    return any(Path(".snakemake", kind, name).exists() for kind in ("metadata", "incomplete"))
-
-
-def _is_search_outdated(plan: Plan, results: Path) -> bool:
-    """Whether the proposals on the disk belong to another search."""
-    spec = plan.search_spec
-    return spec is not None and recorded_digest(results) not in (None, spec.digest)
-
-
-def _outdated_jobs(plan: Plan, results: Path) -> list[JobSpec]:
-    """The runs and probes whose result on the disk belongs to another specification."""
-    return [
-        spec
-        for spec in extended(plan, results).jobs()
-        if _recorded_digest(results / spec.folder / spec.record_name) not in (None, spec.digest)
-    ]
-
-
-def _recorded_digest(record: Path) -> str | None:
-    """The digest that a record claims, or None if there is no readable one."""
-    try:
-        digest = json.loads(record.read_bytes())["digest"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(digest)
 
 
 def describe_failures(logs: Path, started: float) -> list[str]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -144,7 +145,7 @@ class SearchSpec(_Block):
     @property
     def digest(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of the canonical JSON."""
-        return hashlib.sha256(canonical_json(self).encode()).hexdigest()[:16]
+        return digest_of(canonical_json(self))
 
 
 class JobSpec(_Block):
@@ -175,7 +176,7 @@ class JobSpec(_Block):
     @property
     def digest(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of the canonical JSON."""
-        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:16]
+        return digest_of(self.canonical_json())
 
     @property
     def folder(self) -> Path:
@@ -306,18 +307,21 @@ class Plan(_Block):
             "entry": block.entry,
         }
 
+    def run_keys(self) -> Iterator[tuple[str, str, int]]:
+        """Workload, arm and seed of every run: what `run` makes its specification of."""
+        return product(sorted(self.workloads), self.arms, self.seeds)
+
+    def probe_keys(self) -> Iterator[tuple[str, int]]:
+        """Workload and seed of every probe."""
+        return product(sorted(self.workloads), self.seeds)
+
     def runs(self) -> Iterator[RunSpec]:
         """Every run of the plan: workloads × arms × seeds."""
-        for workload in sorted(self.workloads):
-            for arm in self.arms:
-                for seed in self.seeds:
-                    yield self.run(workload, arm, seed)
+        return (self.run(*key) for key in self.run_keys())
 
     def probes(self) -> Iterator[ProbeSpec]:
         """Every probe of the plan: workloads × seeds."""
-        for workload in sorted(self.workloads):
-            for seed in self.seeds:
-                yield self.probe(workload, seed)
+        return (self.probe(*key) for key in self.probe_keys())
 
     def jobs(self) -> Iterator[RunSpec | ProbeSpec]:
         """Every job that trains: runs and probes."""
@@ -348,6 +352,11 @@ class Plan(_Block):
 def is_found(name: str) -> bool:
     """Whether a configuration was found by the search, and listed by nobody."""
     return name.startswith(FOUND)
+
+
+def digest_of(text: str) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a canonical JSON."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def canonical_json(value: BaseModel | Mapping[str, Any]) -> str:

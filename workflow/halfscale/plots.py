@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,19 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from halfscale.drawn import choose_ranked, draws_one_seed, rank, steps_a_point
 from halfscale.evidence import Evidence, add_shared_legend, panels_of
-from halfscale.plan import LARGEST_FP16
+from halfscale.plan import CONTROLS, LARGEST_FP16
 from halfscale.probe_plots import (
     describe_usable_range,
     draw_exponents,
     draw_window,
     shade_usable_range,
 )
-from halfscale.records import write_atomically, write_text
+from halfscale.records import write_text
 from halfscale.replay_plots import draw_calibration, draw_landscape
 from halfscale.style import INK, LIMIT, ArmStyle, apply_theme
+from halfscale.svg import to_svg
 
 # More seed lines than this make the file large and the picture no clearer.
 MOST_SEED_LINES = 120
@@ -33,12 +35,15 @@ MOST_SEED_LINES = 120
 def draw_loss(evidence: Evidence) -> tuple[Figure, str]:
     """Loss curves: median over seeds, band from the lowest to the highest, thin seed lines."""
     figure, panels = panels_of(evidence)
-    styles = evidence.styles
+    arms, width = [*evidence.drawn, *CONTROLS], steps_a_point(evidence.recommendation)
     seed_lines = len(evidence.runs) <= MOST_SEED_LINES
     for workload, axis in panels.items():
         steps = evidence.steps[evidence.steps["workload"] == workload]
-        order = [name for name in styles if name in set(steps["configuration"])]
-        _draw_bands(axis, steps, order, styles, seed_lines)
+        # Each point of a curve at the first of the steps that it stands for.
+        steps = steps.assign(step=steps["step"] // width * width)
+        present = set(steps["configuration"].unique())
+        order = [name for name in arms if name in present]
+        _draw_bands(axis, steps, order, evidence.styles, seed_lines)
         axis.set(xlabel="step", ylabel="loss", yscale="log")
     add_shared_legend(figure, panels)
     finals = evidence.configurations
@@ -55,35 +60,37 @@ def _draw_bands(
 ) -> None:
     look: dict[str, Any] = {
         "x": "step",
-        "y": "loss",
         "hue": "configuration",
         "hue_order": order,
         "palette": {name: styles[name].colour for name in order},
+        "estimator": None,
+        "ax": axis,
     }
-    finite = steps[np.isfinite(steps["loss"])]
+    finite = steps[np.isfinite(steps["loss"]) & steps["configuration"].isin(order)]
     if thin:
-        sns.lineplot(
-            finite,
-            **look,
-            units="seed",
-            estimator=None,
-            linewidth=0.5,
-            alpha=0.35,
-            legend=False,
-            ax=axis,
-        )
+        seeds = {"units": "seed", "linewidth": 0.5, "alpha": 0.35, "legend": False}
+        sns.lineplot(finite, y="loss", **look, **seeds)
+    # In one pass: seaborn's own estimator works through a group a step.
+    groups = finite.groupby(["configuration", "step"])["loss"]
+    band = groups.agg(["median", "min", "max"]).reset_index()
     sns.lineplot(
-        finite,
+        band,
+        y="median",
         **look,
         style="configuration",
         style_order=order,
         dashes={name: styles[name].dashes for name in order},
-        estimator="median",
-        errorbar=("pi", 100),
-        err_kws={"alpha": 0.08, "linewidth": 0},
         linewidth=1.6,
-        ax=axis,
     )
+    for name, mine in band.groupby("configuration"):
+        axis.fill_between(
+            mine["step"],
+            mine["min"],
+            mine["max"],
+            color=styles[str(name)].colour,
+            alpha=0.08,
+            linewidth=0,
+        )
 
 
 def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
@@ -93,14 +100,17 @@ def draw_scale(evidence: Evidence) -> tuple[Figure, str]:
     for workload, axis in panels.items():
         steps = evidence.steps[
             (evidence.steps["workload"] == workload)
-            & evidence.steps["configuration"].isin(evidence.scaled)
+            & evidence.steps["configuration"].isin(evidence.drawn)
         ]
+        if draws_one_seed(evidence.recommendation):
+            steps = steps[steps["seed"] == steps["seed"].min()]
         for name, group in steps.groupby("configuration"):
             style = styles[str(name)]
             for index, (_, run) in enumerate(group.groupby("seed")):
+                # The corners alone draw the same line.
+                corners = run["scale"].ne(run["scale"].shift()) | run["step"].eq(run["step"].max())
                 axis.step(
-                    run["step"],
-                    run["scale"],
+                    *(run.loc[corners, column] for column in ("step", "scale")),
                     where="post",
                     color=style.colour,
                     linewidth=1.1,
@@ -144,18 +154,19 @@ def _log2(value: float) -> str:
 
 def draw_skipped(evidence: Evidence) -> tuple[Figure, str]:
     """Skipped steps of every run, and their mean."""
-    figure, panels = panels_of(evidence, height=0.6 + 0.45 * max(3, len(evidence.scaled)))
+    figure, panels = panels_of(evidence, height=0.6 + 0.45 * max(3, len(evidence.drawn)))
     styles = evidence.styles
-    palette = {name: styles[name].colour for name in evidence.scaled}
+    palette = {name: styles[name].colour for name in evidence.drawn}
     scaled = evidence.runs[evidence.runs["configuration"].isin(evidence.scaled)]
+    drawn = scaled[scaled["configuration"].isin(evidence.drawn)]
     for workload, axis in panels.items():
         look: dict[str, Any] = {
-            "data": scaled[scaled["workload"] == workload],
+            "data": drawn[drawn["workload"] == workload],
             "x": "skipped_steps",
             "y": "configuration",
             "hue": "configuration",
-            "order": evidence.scaled,
-            "hue_order": evidence.scaled,
+            "order": evidence.drawn,
+            "hue_order": evidence.drawn,
             "palette": palette,
             "legend": False,
             "ax": axis,
@@ -172,18 +183,13 @@ def draw_skipped(evidence: Evidence) -> tuple[Figure, str]:
 def draw_ranking(evidence: Evidence) -> tuple[Figure, str]:
     """Steps to the target against fp32, best first, with 95 % intervals; hollow: not in the set."""
     verdict = evidence.recommendation
-    scores = verdict["scores"]
-    order = sorted(scores, key=lambda name: scores[name]["ratio"]["estimate"])
+    scores, order = verdict["scores"], choose_ranked(verdict)
     figure, axis = plt.subplots(figsize=(9.5, 1.3 + 0.45 * max(2, len(order))))
     styles = evidence.styles
-    parts = []
     for position, name in enumerate(order):
         ratio = scores[name]["ratio"]
-        low, high = (
-            ratio[end] if ratio[end] is not None else ratio["estimate"] for end in ("low", "high")
-        )
         inside = name in verdict["winning_set"]
-        axis.plot([low, high], [position] * 2, color=styles[name].colour, linewidth=2.2)
+        axis.plot(_limits(ratio), [position] * 2, color=styles[name].colour, linewidth=2.2)
         axis.plot(
             ratio["estimate"],
             position,
@@ -191,10 +197,6 @@ def draw_ranking(evidence: Evidence) -> tuple[Figure, str]:
             color=styles[name].colour,
             markersize=9,
             markerfacecolor=styles[name].colour if inside else "white",
-        )
-        parts.append(
-            f"{name}: {ratio['estimate']:.3f} ({low:.3f} to {high:.3f})"
-            + ("" if inside else ", told apart from the best")
         )
     axis.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
     policies = verdict["policies"]
@@ -211,11 +213,27 @@ def draw_ranking(evidence: Evidence) -> tuple[Figure, str]:
     if not order:
         axis.set_axis_off()
         axis.text(0.5, 0.5, "every configuration was rejected", ha="center")
-    return figure, (
-        "Steps to the target against fp32, with 95 % intervals. "
-        + "; ".join(parts or ["none"])
-        + "."
-    )
+    return figure, _describe_ranking(verdict)
+
+
+def _limits(ratio: Mapping[str, Any]) -> list[float]:
+    """The ends of an interval; the estimate where it has none."""
+    ends = (ratio["low"], ratio["high"])
+    return [ratio["estimate"] if end is None else end for end in ends]
+
+
+def _describe_ranking(verdict: Mapping[str, Any]) -> str:
+    parts = []
+    for name in rank(verdict):
+        ratio = verdict["scores"][name]["ratio"]
+        low, high = _limits(ratio)
+        inside = name in verdict["winning_set"]
+        parts.append(
+            f"{name}: {ratio['estimate']:.3f} ({low:.3f} to {high:.3f})"
+            + ("" if inside else ", told apart from the best")
+        )
+    said = "; ".join(parts or ["none"])
+    return f"Steps to the target against fp32, with 95 % intervals. {said}."
 
 
 def draw_sweep(evidence: Evidence) -> tuple[Figure, str]:
@@ -276,11 +294,6 @@ def draw_all(evidence: Evidence, folder: Path) -> None:
     np.random.seed(0)  # seaborn's jitter takes from it, and the files would vary
     for name, draw in FIGURES.items():
         figure, alternative = draw(evidence)
-        write_atomically(
-            folder / f"{name}.svg",
-            lambda path, figure=figure: figure.savefig(  # type: ignore[misc]
-                path, format="svg", metadata={"Date": None}
-            ),
-        )
+        write_text(folder / f"{name}.svg", to_svg(figure))
         plt.close(figure)
         write_text(folder / f"{name}.txt", alternative + "\n")

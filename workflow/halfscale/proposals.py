@@ -116,12 +116,3 @@ def _refuse(path: Path, reason: str) -> NoReturn:
         f"{path} {reason}. Mend it: remove the folder and run the same command again: "
         f"rm -r {shlex.quote(str(path.parent))}"
     ) from None
-
-
-def recorded_digest(results: Path) -> str | None:
-    """The digest that the file of proposals claims, or None if there is no readable one."""
-    try:
-        content: dict[str, Any] = json.loads((results / PROPOSALS).read_bytes())
-        return str(content["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -303,7 +303,10 @@ def _read(
         )
     table_path = _check_table(record, path, folder)
     try:
-        table = pq.read_table(table_path, schema=schema)
+        # Ten times as fast as read_table, which looks for a data set of many files and threads.
+        table = pq.ParquetFile(table_path).read(use_threads=False)
+        if not table.schema.equals(schema):
+            table = pq.read_table(table_path, schema=schema)
     except pa.ArrowException as error:
         refuse(table_path, folder, f"cannot be read: {error}")
     return record, table

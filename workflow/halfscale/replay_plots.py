@@ -31,6 +31,7 @@ _BAND = "#d7eedd"
 _POINT = 36.0
 _MOST_IN_TEXT = 40
 _MOST_TICKS = 11
+_MOST_BESIDE = 4
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,13 @@ def draw_landscape(evidence: Evidence) -> tuple[Figure, str]:
                 axis.text(0.5, 0.5, "the probe recorded no step", ha="center")
                 continue
             drawn = _draw_costs(axis, rows, plane, norm)
-            _mark_configurations(axis, rows, plane, evidence.choices)
+            _mark_configurations(axis, rows, plane, evidence)
             parts.append(_describe_costs(workload, rows, plane, evidence.choices))
     if drawn is not None:
-        bar = figure.colorbar(drawn, ax=grid, shrink=0.5, aspect=40, pad=0.02)
+        # Beside many rows a bar would be out of sight of most of them.
+        where = "top" if len(workloads) > _MOST_BESIDE else "right"
+        pad = 0.02 / len(workloads) if where == "top" else 0.02
+        bar = figure.colorbar(drawn, ax=grid, location=where, shrink=0.5, aspect=40, pad=pad)
         bar.set_label("predicted cost, share of the steps")
         bar.set_ticks([0.003, 0.01, 0.03, 0.1, 0.3, 1], labels=["≤ 0.3 %", *_percents()])
     add_shared_legend(figure, {str(place): axis for place, axis in enumerate(grid.flat)})
@@ -123,14 +127,12 @@ def _edges(centres: np.ndarray) -> np.ndarray:
     return edges
 
 
-def _mark_configurations(
-    axis: Axes, rows: pd.DataFrame, plane: _Plane, choices: Mapping[str, PolicyChoice]
-) -> None:
+def _mark_configurations(axis: Axes, rows: pd.DataFrame, plane: _Plane, evidence: Evidence) -> None:
     """Mark the configurations that lie in the plane, and PyTorch's defaults in the first."""
-    styles = arm_styles(sorted(choices))
-    for name, choice in sorted(choices.items()):
+    styles = evidence.styles
+    for name in evidence.drawn:
+        choice, style = evidence.choices[name], styles[name]
         if _lies_in(choice, rows, plane):
-            style = styles[name]
             _mark(axis, choice.parameters, plane, style.marker, style.colour, name)
     default = PolicyChoice.of("torch")
     if _lies_in(default, rows, plane):

@@ -31,13 +31,14 @@ TABLES = (
 )
 VERDICT = ("verdict.py", "export.py", "settings.py", "policies/*.py")
 PLOTS = (
-    *("plots.py", "probe_plots.py", "replay_plots.py", "evidence.py", "style.py"),
+    *("plots.py", "probe_plots.py", "replay_plots.py", "evidence.py", "drawn.py", "style.py"),
+    "svg.py",
     *("calibration.py", "probe_tables.py", "magnitudes.py", "wording.py"),
     *("records.py", "replay_seal.py"),
 )
 REPORT = (
     *("report.py", "fragments.py", "search_fragments.py", "replay_fragments.py", "html.py"),
-    *("calibration.py", "probe_tables.py", "wording.py"),
+    *("calibration.py", "probe_tables.py", "wording.py", "drawn.py", "svg.py"),
 )
 
 

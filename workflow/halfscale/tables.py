@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +136,8 @@ def measure_run(spec: RunSpec, record: RunRecord, trace: pa.Table) -> dict[str, 
 
 def longest_streak(skipped: np.ndarray) -> int:
     """Most skipped steps in a row."""
-    longest = current = 0
-    for skip in skipped:
-        current = current + 1 if skip else 0
-        longest = max(longest, current)
-    return longest
+    edges = np.flatnonzero(np.diff(np.asarray(skipped, dtype=np.int8), prepend=0, append=0))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
 
 
 def _inert_knobs(spec: RunSpec, growths: int, backoffs: int) -> str:
@@ -220,40 +216,45 @@ def _first_at_most(smoothed: np.ndarray, target: float) -> float:
 
 def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per workload × configuration or control: the columns of `CONFIGURATION_COLUMNS`."""
-    table = runs.assign(least=least_steps(runs))
-    fp32 = table[table["configuration"] == "fp32"].set_index(["workload", "seed"])["least"]
-    rows = []
-    for (workload, name), group in table.groupby(["workload", "configuration"], sort=True):
-        base = fp32.loc[workload].loc[group["seed"]].to_numpy()
-        ratio = paired_interval(np.log(group["least"].to_numpy() / base)).exp()
-        rows.append(
-            {
-                "workload": workload,
-                "configuration": name,
-                "control": name in CONTROLS,
-                "policy": group["policy"].iloc[0],
-                "runs": len(group),
-                **_count_outcomes(group),
-                "reached": int(np.isfinite(group["steps_to_target"]).sum()),
-                "steps_to_target": group["steps_to_target"].median(),
-                "ratio_to_fp32": ratio.estimate,
-                "ratio_low": ratio.low,
-                "ratio_high": ratio.high,
-                **group[["final_loss", "final_loss_difference"]].median(),
-                **group[["skipped_steps", "growths", "backoffs"]].mean(),
-                "longest_skip_streak": int(group["longest_skip_streak"].max()),
-                "final_scale": group["final_scale"].median(),
-                "evaluation": group["evaluation"].median(),
-                "inert_knobs": _always_inert(group["inert_knobs"]),
-                "seconds_per_step": group["seconds_per_step"].median(),
-            }
-        )
-    return pd.DataFrame(rows)[list(CONFIGURATION_COLUMNS)]
+    key = ["workload", "configuration"]
+    own = ["workload", "seed"]
+    control = runs[runs["configuration"] == "fp32"].assign(base=least_steps)[[*own, "base"]]
+    base = runs[own].merge(control, on=own, how="left", validate="many_to_one")["base"]
+    groups = runs.assign(
+        log_ratio=np.log(least_steps(runs).to_numpy() / base.to_numpy()),
+        reached=np.isfinite(runs["steps_to_target"]),
+    ).groupby(key, sort=True)
+    ratios = [paired_interval(group.to_numpy()).exp() for _, group in groups["log_ratio"]]
+    medians = [
+        *("steps_to_target", "final_loss", "final_loss_difference", "final_scale", "evaluation"),
+        "seconds_per_step",
+    ]
+    table = pd.concat(
+        [
+            groups["policy"].first(),
+            groups.size().rename("runs"),
+            _count_outcomes(runs, key),
+            groups["reached"].sum(),
+            groups[medians].median(),
+            groups[["skipped_steps", "growths", "backoffs"]].mean(),
+            groups["longest_skip_streak"].max(),
+            groups["inert_knobs"].agg(_always_inert),
+        ],
+        axis=1,
+    )
+    table["ratio_to_fp32"] = [ratio.estimate for ratio in ratios]
+    table["ratio_low"] = [ratio.low for ratio in ratios]
+    table["ratio_high"] = [ratio.high for ratio in ratios]
+    table = table.reset_index()
+    table["control"] = table["configuration"].isin(list(CONTROLS))
+    return table[list(CONFIGURATION_COLUMNS)]
 
 
-def _count_outcomes(group: pd.DataFrame) -> Mapping[str, int]:
-    outcomes = ("ok", "diverged", "stuck", "stalled", "out-of-memory", "failed")
-    return {outcome: int((group["outcome"] == outcome).sum()) for outcome in outcomes}
+def _count_outcomes(runs: pd.DataFrame, key: list[str]) -> pd.DataFrame:
+    """Runs by outcome, a column an outcome."""
+    outcomes = ["ok", "diverged", "stuck", "stalled", "out-of-memory", "failed"]
+    counted = runs.groupby([*key, "outcome"]).size().unstack(fill_value=0)
+    return counted.reindex(columns=outcomes, fill_value=0)
 
 
 def _always_inert(knobs: pd.Series) -> str:

@@ -159,7 +159,7 @@ def decide(runs: pd.DataFrame, configurations: Mapping[str, PolicyChoice]) -> Ve
     if not candidates:
         reason = f"all {len(configurations)} configurations were rejected"
         return _no_winner(reason, rejected, identical)
-    logs = {name: _log_ratios(runs, name) for name in candidates}
+    logs = _log_ratios(runs, candidates)
     by_distance = sorted(candidates, key=lambda name: configurations[name].distance)
     best = min(by_distance, key=lambda name: float(logs[name].mean()))
     scores = _scores(runs, logs, best)
@@ -193,9 +193,9 @@ def _no_winner(reason: str, rejected: dict[str, str], identical: list[list[str]]
 
 
 def _reject(runs: pd.DataFrame, names: Mapping[str, object]) -> dict[str, str]:
-    rejected = {}
+    rejected, by_name = {}, dict(iter(runs.groupby("configuration")))
     for name in sorted(names):
-        mine = runs[runs["configuration"] == name]
+        mine = by_name[name]
         bad = mine[mine["outcome"] != "ok"]
         if len(bad):
             first = bad.iloc[0]
@@ -212,19 +212,18 @@ def least_steps(runs: pd.DataFrame) -> pd.Series:
     return np.minimum(runs["steps_to_target"], runs["steps"] + 1)
 
 
-def _log_ratios(runs: pd.DataFrame, name: str) -> pd.Series:
-    """Per seed: mean over workloads of log(steps to target / the fp32 control's)."""
+def _log_ratios(runs: pd.DataFrame, names: list[str]) -> dict[str, pd.Series]:
+    """By name and seed: mean over workloads of log(steps to target / the fp32 control's)."""
     table = runs.assign(least=least_steps(runs))
-    table = table[table["configuration"].isin([name, "fp32"])]
     wide = table.pivot(index=["workload", "seed"], columns="configuration", values="least")
-    return np.log(wide[name] / wide["fp32"]).groupby("seed").mean()
+    return {name: np.log(wide[name] / wide["fp32"]).groupby("seed").mean() for name in names}
 
 
 def _scores(runs: pd.DataFrame, logs: Mapping[str, pd.Series], best: str) -> dict[str, Score]:
     pairs = max(1, _pairs(len(logs)))
-    scores = {}
+    scores, by_name = {}, dict(iter(runs.groupby("configuration")))
     for name, log in logs.items():
-        mine = runs[runs["configuration"] == name]
+        mine = by_name[name]
         scores[name] = Score(
             ratio=paired_interval(log.to_numpy()).exp(),
             against_best=paired_interval((log - logs[best]).to_numpy(), FAMILY_ERROR / pairs).exp(),
@@ -326,7 +325,8 @@ def _caveats(score: Score, seeds: int, needed: int) -> str:
 def _identical(runs: pd.DataFrame, names: list[str]) -> list[list[str]]:
     """Groups of two or more configurations whose curves agree bit for bit on every run."""
     groups: dict[tuple[str, ...], list[str]] = {}
+    by_name = dict(iter(runs.sort_values(["workload", "seed"]).groupby("configuration")))
     for name in names:
-        mine = runs[runs["configuration"] == name].sort_values(["workload", "seed"])
+        mine = by_name[name]
         groups.setdefault(tuple(mine["curve"]), []).append(name)
     return [group for group in groups.values() if len(group) > 1]

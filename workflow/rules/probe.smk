@@ -16,9 +16,7 @@ rule probe:
         mem_mb=1024,
     # One canonical string: Snakemake compares params as a set of values without their names.
     params:
-        spec=lambda wildcards: PLAN.probe(
-            wildcards.workload, int(wildcards.seed)
-        ).canonical_json(),
+        spec=lambda wildcards: JOBS.probe(wildcards.workload, int(wildcards.seed)).text,
     message:
         "probe workload={wildcards.workload} seed={wildcards.seed}"
     shell:

@@ -1,10 +1,6 @@
 rule predict:
     input:
-        probes=[
-            f"results/{probe.folder}/{file}"
-            for probe in PLAN.probes()
-            for file in (probe.record_name, probe.table_name)
-        ],
+        probes=guard.list_probe_files(PLAN),
         proposals=["results/search/proposals.json"] if PLAN.search else [],
     output:
         predictions="results/replay/predictions.csv",
@@ -17,7 +13,7 @@ rule predict:
     conda:
         "../../envs/halfscale.yaml"
     params:
-        plan=PLAN.canonical_json(),
+        plan=JOBS.plan_text,
         source=sources.source_digest(*sources.PREDICTION),
     shell:
         ": code {params.source}\n"

@@ -1,10 +1,6 @@
 checkpoint search:
     input:
-        probes=[
-            f"results/{probe.folder}/{file}"
-            for probe in PLAN.probes()
-            for file in (probe.record_name, probe.table_name)
-        ],
+        probes=guard.list_probe_files(PLAN),
     output:
         proposals="results/search/proposals.json",
     log:
@@ -13,7 +9,7 @@ checkpoint search:
     conda:
         "../../envs/halfscale.yaml"
     params:
-        plan=PLAN.canonical_json(),
+        plan=JOBS.plan_text,
         results=lambda wildcards, output: Path(output.proposals).parents[1],
     shell:
         "python -P -m halfscale search --plan {params.plan:q}"

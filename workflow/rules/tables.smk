@@ -1,15 +1,7 @@
 rule tables:
     input:
-        runs=lambda wildcards: [
-            f"results/{run.folder}/{file}"
-            for run in whole_plan().runs()
-            for file in (run.record_name, run.table_name)
-        ],
-        probes=[
-            f"results/{probe.folder}/{file}"
-            for probe in PLAN.probes()
-            for file in (probe.record_name, probe.table_name)
-        ],
+        runs=lambda wildcards: guard.list_run_files(whole_plan()),
+        probes=guard.list_probe_files(PLAN),
         proposals=["results/search/proposals.json"] if PLAN.search else [],
         predictions="results/replay/predictions.csv",
         predicted_steps="results/replay/traces.parquet",
@@ -34,7 +26,7 @@ rule tables:
     conda:
         "../../envs/halfscale.yaml"
     params:
-        plan=PLAN.canonical_json(),
+        plan=JOBS.plan_text,
         source=sources.source_digest(*sources.TABLES),
     shell:
         ": code {params.source}\n"

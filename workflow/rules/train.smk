@@ -17,9 +17,9 @@ rule train:
         mem_mb=1024,
     # One canonical string: Snakemake compares params as a set of values without their names.
     params:
-        spec=lambda wildcards: guard.find_run(
-            PLAN, RESULTS, wildcards.workload, wildcards.arm, int(wildcards.seed)
-        ).canonical_json(),
+        spec=lambda wildcards: JOBS.run(
+            wildcards.workload, wildcards.arm, int(wildcards.seed)
+        ).text,
     message:
         "train workload={wildcards.workload} configuration={wildcards.arm} seed={wildcards.seed}"
     shell:
