@@ -21,7 +21,7 @@ RESULTS = Path(workflow.modifier.path_modifier.modify("results"))
 JOBS = jobs.Jobs(PLAN, RESULTS)
 
 guard.prepare_jobs()
-keeper.offer_worker(PLAN, workflow.is_main_process)
+keeper.offer_worker(PLAN, workflow.is_main_process, workflow.resource_settings.cores)
 if workflow.is_main_process:
     guard.check_results(JOBS)
 

@@ -138,15 +138,23 @@ def repeat(once: Callable[[Path], Iterator[tuple[str, float]]], times: int) -> d
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
-def main() -> None:
+def whole_seeds(text: str) -> int:
+    """A number of runs that is the same number of seeds for each configuration."""
+    runs = int(text)
+    if runs < CONFIGURATIONS or runs % CONFIGURATIONS:
+        raise argparse.ArgumentTypeError(f"must be a multiple of {CONFIGURATIONS}")
+    return runs
+
+
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, nargs="+", default=[25, 100, 200])
+    parser.add_argument("--runs", type=whole_seeds, nargs="+", default=[25, 100, 200])
     parser.add_argument("--workload", default="deep_tanh")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--benchopt", type=Path, metavar="PYTHON")
-    arguments = parser.parse_args()
+    parser.add_argument("--benchopt", type=lambda text: Path(text).absolute(), metavar="PYTHON")
+    arguments = parser.parse_args(words)
     print(f"{arguments.workload}, {STEPS} steps, {arguments.cores} cores")
     for runs in arguments.runs:
         medians = repeat(lambda base: measure(arguments, runs, base), arguments.repeats)  # noqa: B023

@@ -1,6 +1,7 @@
 #!/bin/bash
-# The whole workflow in one allocation, for many short runs. From the folder with config.yaml:
-#   sbatch path/to/profiles/slurm/one-allocation.sh
+# The whole workflow in one allocation, for many short runs. From halfscale's folder:
+#   sbatch profiles/slurm/one-allocation.sh
+# From another one with a config.yaml: add -s path/to/Snakefile at the end, with snakemake in PATH.
 # More options of sbatch stand before the script's name, arguments of Snakemake after it.
 #SBATCH --job-name=halfscale
 #SBATCH --nodes=1

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,8 +165,9 @@ def _stop(slurm: Slurm) -> None:
     if (folder / "slurmctld.pid").exists():
         subprocess.run(["scancel", "--user=root"], env=os.environ | slurm.environment)
         deadline = time.monotonic() + 10
-        while slurm.call("squeue", "-h") and time.monotonic() < deadline:
-            time.sleep(0.1)
+        with suppress(subprocess.CalledProcessError):  # the controller may have died
+            while slurm.call("squeue", "-h") and time.monotonic() < deadline:
+                time.sleep(0.1)
     pids = [*folder.glob("slurmd-*.pid"), folder / "slurmctld.pid", folder / "munge" / "munged.pid"]
     processes = []
     for pid in pids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -106,3 +107,16 @@ def test_the_gpu_benchmark_checks_and_times_on_the_cpu(
     before = checks.failed
     benchmark["check_settings"](checks, "cpu")
     assert checks.failed == before + 1
+
+
+def test_the_benchmark_of_short_runs_trains_what_it_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    benchmark = runpy.run_path(str(BENCHMARKS / "short_runs.py"))
+    benchmark["main"](["--runs", "5", "--workload", "binary", "--repeats", "1"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "binary, 30 steps, 2 cores"
+    assert re.match(r"5 runs: loop [\d.]+ s \(1\.00 ×\), workflow .*, changed .* ×\)$", second)
+    with pytest.raises(SystemExit):
+        benchmark["main"](["--runs", "4"])
+    assert "must be a multiple of 5" in capsys.readouterr().err

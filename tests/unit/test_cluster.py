@@ -116,7 +116,7 @@ def test_a_run_for_a_gpu_fails_on_a_machine_without_one(monkeypatch: pytest.Monk
 
 
 REPOSITORY = Path(__file__).parents[2]
-# Each command of docs/clusters.md, the file that runs it and how it stands there.
+# Each command of docs/clusters.md, a file that runs it, with other values, and how it stands there.
 RUN_BY = {
     '.venv/bin/pip install -e ".[slurm]" -c envs/constraints.txt': (
         "pyproject.toml",
@@ -138,7 +138,7 @@ RUN_BY = {
 }
 
 
-def test_every_command_of_the_page_is_run_by_a_test_or_by_the_makefile() -> None:
+def test_every_command_of_the_page_has_its_like_in_a_test_or_in_the_lock() -> None:
     page = (REPOSITORY / "docs" / "clusters.md").read_text(encoding="utf-8")
     commands = {
         line

@@ -88,6 +88,7 @@ def answering(folder: Path, answer: bytes) -> Iterator[str]:
     address = str(folder / "socket")
     listener.bind(address)
     listener.listen()
+    listener.settimeout(10)
 
     def serve() -> None:
         connection, _ = listener.accept()
@@ -97,11 +98,13 @@ def answering(folder: Path, answer: bytes) -> Iterator[str]:
                 os.close(descriptor)
             connection.sendall(answer)
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    yield address
-    thread.join()
-    listener.close()
+    try:
+        yield address
+    finally:
+        thread.join()
+        listener.close()
 
 
 @pytest.mark.parametrize("status", [0, 1, 75])
@@ -118,9 +121,11 @@ def test_a_job_that_a_signal_ended_is_a_failure_in_log_and_terminal(
 ) -> None:
     with answering(tmp_path, b"signal 9\n") as address:
         monkeypatch.setenv(ADDRESS, address)
-        assert hand_over(["train"]) == 137
+        spec = '{"workload": "w", "arm": "a", "seed": 3}'
+        assert hand_over(["train", "--spec", spec, "--folder", "f"]) == 137
     said = capsys.readouterr()
-    assert "halfscale train failed: signal 9 ended its process" in said.out
+    run = "workload=w configuration=a seed=3"
+    assert f"halfscale train failed: {run}: SIGKILL ended its process" in said.out
     assert said.err == said.out
 
 

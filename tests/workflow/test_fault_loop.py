@@ -165,13 +165,16 @@ def test_faults_at_random_moments_leave_no_trace(
     bench.environment = {"TMPDIR": str(temporary), MARK: str(tmp_path)}
     chance = random.Random(SEED)
     tried: Counter[str] = Counter()
+    waiting: list[Callable[[Round], bool]] = []
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
+        waiting = waiting or chance.sample(FAULTS, len(FAULTS))
+        fault = waiting.pop()
+        print(f"seed {SEED}: {fault.__name__}")
         bench.forget_runs(*[arm for arm in ARMS if bench.run_folder(arm).exists()])
         shutil.rmtree(bench.path / "results" / "tables", ignore_errors=True)
         disturbed = Round(bench, bench.start(TABLE), chance, [])
         moment = time.monotonic() + chance.uniform(0.5, 6.0)
-        fault = chance.choice(FAULTS)
         # A fault that needs a process or a file waits until there is one.
         while disturbed.process.poll() is None:
             if time.monotonic() >= moment and fault(disturbed):

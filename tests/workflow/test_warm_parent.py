@@ -35,17 +35,23 @@ sys.stdin.read()
 
 MOODY = '''
 """A workload that does to its process what the parameter says."""
-import os, resource, signal, sys, time
+import atexit, os, resource, time
 import torch
 from halfscale.workloads.binary import build as build_binary
 
 def build(seed, device, *, act: str = ""):
     if act == "abort":
         os.abort()
-    if act == "exit":
-        sys.exit(7)
+    if act == "vanish":
+        os._exit(3)
+    if act == "leave a helper":
+        if os.fork() == 0:
+            time.sleep(200)
+        os.abort()
+    if act == "say at exit":
+        atexit.register(print, "said at exit")
     if act == "wait":
-        time.sleep(600)
+        time.sleep(200)
     if act == "disturb":
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(2)
@@ -148,6 +154,24 @@ def owner() -> Iterator[Owner]:
     end(owner)
 
 
+Start = Callable[..., Owner]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a worker of the test's own; it ends with the test, whatever that does."""
+    started = []
+
+    def start_one(threads: int = 1) -> Owner:
+        started.append(start_owner(threads))
+        return started[-1]
+
+    yield start_one
+    for owner in started:
+        owner.process.kill()
+        owner.process.communicate()
+
+
 @pytest.fixture
 def moody(tmp_path: Path) -> Path:
     (tmp_path / "moody.py").write_text(MOODY, encoding="utf-8")
@@ -182,22 +206,23 @@ def is_cold(log: str) -> bool:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_warm_job_leaves_what_a_cold_one_leaves(tmp_path: Path, threads: int) -> None:
-    owner = start_owner(threads)
+def test_a_warm_job_leaves_what_a_cold_one_leaves(
+    start: Start, tmp_path: Path, threads: int
+) -> None:
+    owner = start(threads)
     spec = run_of(plan(threads))
-    try:
-        warm = owner.train(spec, tmp_path / "warm")
-        cold = owner.train(spec, tmp_path / "cold", {ADDRESS: ""})
-    finally:
-        end(owner)
+    warm = owner.train(spec, tmp_path / "warm")
+    cold = owner.train(spec, tmp_path / "cold", {ADDRESS: ""})
     assert warm == cold
     assert warm[0] == 0
     assert not is_cold(warm[1])
     assert content(tmp_path / "warm") == content(tmp_path / "cold")
 
 
-def test_the_socket_is_its_users_alone_and_goes_with_the_worker(tmp_path: Path) -> None:
-    owner = start_owner()
+def test_the_socket_is_its_users_alone_and_goes_with_the_worker(
+    start: Start, tmp_path: Path
+) -> None:
+    owner = start()
     mode, folder_mode = (
         stat.S_IMODE(path.stat().st_mode) for path in (owner.socket, owner.socket.parent)
     )
@@ -234,10 +259,53 @@ def test_wrong_arguments_are_refused_alike(owner: Owner, tmp_path: Path) -> None
 def test_a_crash_is_one_jobs_and_says_which_signal(owner: Owner, moody: Path) -> None:
     crashed = owner.train(run_of(plan(act="abort", folder=moody)), moody / "crash")
     assert crashed[0] == 128 + signal.SIGABRT
-    assert "halfscale train failed: signal 6 ended its process" in crashed[2]
+    run = "workload=moody configuration=high seed=0"
+    assert f"halfscale train failed: {run}: SIGABRT ended its process" in crashed[2]
     status, log, _ = owner.train(run_of(plan(folder=moody)), moody / "next")
     assert status == 0
     assert not is_cold(log)
+
+
+def test_a_job_that_ends_its_process_itself_is_not_run_again(owner: Owner, moody: Path) -> None:
+    status, log, _ = owner.train(run_of(plan(act="vanish", folder=moody)), moody / "run")
+    assert status == 3
+    assert "no warm worker" not in log
+
+
+def test_a_crash_is_told_at_once_though_a_helper_of_the_job_lives_on(
+    owner: Owner, moody: Path
+) -> None:
+    spec = run_of(plan(act="leave a helper", folder=moody)).canonical_json()
+    arguments = ("train", "--spec", spec, "--folder", str(moody / "run"))
+    client = owner.client(*arguments, log=moody / "log")
+    try:
+        assert client.wait(60) == 128 + signal.SIGABRT  # the helper sleeps for 200 s
+    finally:
+        for left in [p for p in psutil.process_iter() if is_a_fork_of(owner, p)]:
+            left.kill()
+    client.communicate()
+
+
+def is_a_fork_of(owner: Owner, process: psutil.Process) -> bool:
+    """Whether a process has the parent's command and another parent than the owner."""
+    try:
+        (parent,) = owner.parents
+        return process.cmdline() == parent.cmdline() and process.ppid() != owner.process.pid
+    except psutil.Error:
+        return False
+
+
+def test_what_is_to_run_at_exit_runs(owner: Owner, moody: Path) -> None:
+    status, log, _ = owner.train(run_of(plan(act="say at exit", folder=moody)), moody / "run")
+    assert status == 0
+    assert log.endswith("said at exit\n")
+
+
+def test_a_job_is_in_the_process_group_of_its_client(owner: Owner, moody: Path) -> None:
+    client, job = waiting(owner, moody)
+    assert os.getpgid(job.pid) == os.getpgid(client.pid)
+    client.kill()
+    client.communicate()
 
 
 def test_what_one_job_does_to_its_process_reaches_no_other(owner: Owner, moody: Path) -> None:
@@ -245,7 +313,7 @@ def test_what_one_job_does_to_its_process_reaches_no_other(owner: Owner, moody: 
     looking = run_of(plan(act="look", folder=moody))
     _, log, _ = owner.train(looking, moody / "second", {"CUDA_VISIBLE_DEVICES": "GPU-1234"})
     assert not is_cold(log)
-    assert "sees GPU-1234 None 0 True torch.float32" in log
+    assert f"sees GPU-1234 None {os.nice(0)} True torch.float32" in log
 
 
 def test_a_variable_that_imports_may_read_makes_the_job_cold(owner: Owner, tmp_path: Path) -> None:
@@ -283,13 +351,13 @@ def test_a_job_that_is_killed_fails_its_client(owner: Owner, moody: Path) -> Non
     job.kill()
     _, errors = client.communicate(timeout=20)
     assert client.returncode == 137
-    assert "signal 9 ended its process" in errors
+    assert "SIGKILL ended its process; the system does that when memory runs out" in errors
 
 
 def test_jobs_outlive_a_killed_parent_and_after_three_they_are_cold(
-    tmp_path: Path, moody: Path
+    start: Start, tmp_path: Path, moody: Path
 ) -> None:
-    owner = start_owner()
+    owner = start()
     spec = run_of(plan())
     client, job = waiting(owner, moody)
     for number in range(3):
@@ -310,8 +378,8 @@ def test_jobs_outlive_a_killed_parent_and_after_three_they_are_cold(
     end(owner)
 
 
-def test_a_killed_owner_takes_the_parent_along(tmp_path: Path) -> None:
-    owner = start_owner()
+def test_a_killed_owner_takes_the_parent_along(start: Start, tmp_path: Path) -> None:
+    owner = start()
     assert owner.train(run_of(plan()), tmp_path / "run")[0] == 0
     (parent,) = owner.parents
     owner.process.kill()
@@ -320,8 +388,10 @@ def test_a_killed_owner_takes_the_parent_along(tmp_path: Path) -> None:
     wait_until(lambda: not owner.socket.parent.exists())
 
 
-def test_an_owner_that_ends_while_torch_is_imported_takes_the_parent_along(tmp_path: Path) -> None:
-    owner = start_owner()
+def test_an_owner_that_ends_while_torch_is_imported_takes_the_parent_along(
+    start: Start, tmp_path: Path
+) -> None:
+    owner = start()
     client = owner.client("train", log=tmp_path / "log")
     wait_until(lambda: owner.parents)
     (parent,) = owner.parents

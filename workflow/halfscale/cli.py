@@ -56,7 +56,7 @@ def _job(function: Callable[..., None], hidden: bool = False) -> Callable[..., N
             traceback.print_exc(file=sys.stdout)
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             name = function.__name__.replace("_", "-")
-            line = f"halfscale {name} failed: {_subject(keywords)}{text}"
+            line = f"halfscale {name} failed: {describe_subject(keywords)}{text}"
             print(line, flush=True)
             print(line, file=sys.stderr)
             raise typer.Exit(1) from None
@@ -79,7 +79,7 @@ def _by_hand(function: Callable[..., None]) -> Callable[..., None]:
     return app.command()(run)
 
 
-def _subject(keywords: dict[str, Any]) -> str:
+def describe_subject(keywords: dict[str, Any]) -> str:
     """Which run a command was about, for its error line."""
     try:
         spec = json.loads(keywords["spec"])

@@ -46,8 +46,9 @@ def prepare(plan: Plan, workflow: Any) -> None:
     except ConfigError as error:
         sys.exit(f"halfscale: {error}")
     # The name of all Slurm jobs of this workflow; the executor tells it nowhere else.
-    name = getattr(workflow.scheduler._executor, "run_uuid", None)
-    if isinstance(name, str):
+    executor = getattr(workflow.scheduler, "_executor", None)
+    name = getattr(executor, "run_uuid", None)
+    if workflow.non_local_exec and isinstance(name, str):
         _watching.append(cancel_with_owner(name))
 
 

@@ -192,8 +192,8 @@ def drop_rate_limit(workflow: Any) -> None:
     """Take away Snakemake's default limit of 100 jobs a second: no jobs here come faster.
 
     To keep it, Snakemake 9 looks at all ready jobs again a second after each look: every finished
-    job adds one more look a second, which after some hundred short jobs takes all of a core. A
-    limit that a user asked for stays, and so does that of a cluster.
+    job adds one more look a second, which after some hundred short jobs takes all of a core. Any
+    other limit stays, and so does that of a cluster.
 
     Args:
         workflow: Snakemake's own object of that name.

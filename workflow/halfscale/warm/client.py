@@ -42,16 +42,17 @@ def hand_over(arguments: list[str]) -> int | None:
     if word == "exit":
         return int(rest)
     if word == "signal":
-        line = f"halfscale {arguments[0]} failed: signal {rest} ended its process"
-        print(line, flush=True)
-        print(line, file=sys.stderr)
-        return 128 + int(rest)
+        return _fail(arguments, int(rest))
     print(f"no warm worker: {rest or 'it is gone'}; this process does the work", flush=True)
     return None
 
 
 def _ask(address: str, arguments: list[str]) -> str:
-    """Send a request and wait for the answer; empty if the worker is gone without one."""
+    """Send a request and wait for the end of the job's process.
+
+    Returns:
+        The first line of the answer; empty if the worker is gone without one.
+    """
     request = encode(os.getcwd(), sys.prefix, arguments, os.environ)  # noqa: PTH109 - no pathlib either
     descriptors = b"".join(n.to_bytes(4, sys.byteorder) for n in (0, 1, 2))
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -61,9 +62,25 @@ def _ask(address: str, arguments: list[str]) -> str:
     connection.sendmsg([header], [rights])
     connection.sendall(request)
     answer = b""
-    while not answer.endswith(b"\n") and (part := connection.recv(4096)):
+    while part := connection.recv(4096):
         answer += part
-    return answer.decode().strip()
+    return answer.decode().partition("\n")[0]
+
+
+def _fail(arguments: list[str], number: int) -> int:
+    """Say in log and terminal which job a signal ended; the exit status that a shell gives it."""
+    from signal import Signals
+
+    from halfscale.cli import describe_subject
+
+    options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
+    subject = describe_subject({"spec": options.get("--spec")})
+    hint = "; the system does that when memory runs out" if number == Signals.SIGKILL else ""
+    name = Signals(number).name
+    line = f"halfscale {arguments[0]} failed: {subject}{name} ended its process{hint}"
+    print(line, flush=True)
+    print(line, file=sys.stderr)
+    return 128 + number
 
 
 def encode(

@@ -30,13 +30,14 @@ _THREAD_LIMITS = (
 """The environment variables that Snakemake sets to a job's number of threads."""
 
 
-def offer_worker(plan: Plan, is_main_process: bool) -> None:
+def offer_worker(plan: Plan, is_main_process: bool, cores: int | None = None) -> None:
     """Let the jobs that this process starts be forked from a warm parent, if the plan wants it.
 
     Args:
         plan: The plan; its ``execution`` says whether workers are wanted.
         is_main_process: Whether this is the Snakemake that a user started. One that a cluster's job
             or a group starts has a single job to run, maybe on another machine.
+        cores: The cores that Snakemake may use, which bound a job's threads; None: no bound.
     """
     # What was inherited belongs to another workflow.
     os.environ.pop(ADDRESS, None)
@@ -48,7 +49,8 @@ def offer_worker(plan: Plan, is_main_process: bool) -> None:
         print(f"halfscale: no warm workers: {error}; jobs import torch", file=sys.stderr)
         return
     os.environ[ADDRESS] = listener.getsockname()
-    environment = dict.fromkeys(_THREAD_LIMITS, str(plan.threads))
+    threads = min(plan.threads, cores or plan.threads)
+    environment = dict.fromkeys(_THREAD_LIMITS, str(threads))
     threading.Thread(
         target=_keep, args=(listener, environment), daemon=True, name="warm-keeper"
     ).start()
@@ -83,6 +85,6 @@ def _start_parent(listener: socket.socket, environment: dict[str, str]) -> subpr
         # The parent ends when this pipe closes: with this process, whatever way it ends.
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        # Not in the terminal's group: Ctrl-C ends it by way of this process.
-        start_new_session=True,
+        # Not in the terminal's group: Ctrl-C ends it by way of this process. Its children are.
+        process_group=0,
     )

@@ -6,6 +6,7 @@ with the process that started it, which holds the other end of its standard inpu
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import multiprocessing
@@ -38,7 +39,9 @@ MAY_DIFFER = {
 """Variables that nothing reads while it is imported."""
 
 _PATIENCE = 10.0
-"""Seconds that a client has for its request."""
+"""Seconds that a client may be silent in the middle of its request."""
+
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ def import_everything() -> Command:
         RuntimeError: If an import has initialised CUDA.
     """
     # Should an import ask for a GPU, then not CUDA: no child could use what that initialises.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    before = os.environ.get(_NVML_CHECK)
+    os.environ[_NVML_CHECK] = "1"
     import pandas  # noqa: F401 - pyarrow imports it with the first table
     import psutil  # noqa: F401 - a job looks with it whether its workflow is still there
     import torch
@@ -103,7 +107,7 @@ def import_everything() -> Command:
 
     for module in pkgutil.iter_modules(halfscale.workloads.__path__):
         importlib.import_module(f"halfscale.workloads.{module.name}")
-    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    _set_variable(_NVML_CHECK, before)
     if torch.cuda.is_initialized():
         raise RuntimeError("an import has initialised CUDA; no child could use it")
     command = typer.main.get_command(halfscale.cli.app)
@@ -114,7 +118,7 @@ def import_everything() -> Command:
 
 
 def serve(listener: socket.socket, started_with: Mapping[str, str], command: Command) -> None:
-    """Fork a child for each client, and tell a client if a signal ended its child.
+    """Fork a child for each client, and tell a client how its child ended if that did not.
 
     Args:
         listener: A listening Unix socket.
@@ -125,12 +129,8 @@ def serve(listener: socket.socket, started_with: Mapping[str, str], command: Com
     running: dict[int, tuple[ForkProcess, socket.socket]] = {}
     while True:
         ready = multiprocessing.connection.wait([listener, *running])
-        for sentinel in [one for one in ready if one in running]:
-            process, connection = running.pop(sentinel)
-            process.join()
-            if process.exitcode is not None and process.exitcode < 0:
-                _answer(connection, f"signal {-process.exitcode}")
-            connection.close()
+        for ended in [one for one in ready if one in running]:
+            _see_off(ended, *running.pop(ended))
         if listener not in ready:
             continue
         connection, _ = listener.accept()
@@ -142,14 +142,43 @@ def serve(listener: socket.socket, started_with: Mapping[str, str], command: Com
             target=_run_child, args=(connection, others, started_with, command)
         )
         process.start()
-        running[process.sentinel] = process, connection
+        running[_open_process(process)] = process, connection
+
+
+def _open_process(process: ForkProcess) -> int:
+    """A descriptor that is ready when a child has ended.
+
+    Its own sentinel is ready only when all that it has forked, such as a loader's workers, has
+    ended as well; an old kernel (before Linux 5.3) has nothing better.
+    """
+    try:
+        return os.pidfd_open(process.pid or 0)
+    except OSError:
+        return os.dup(process.sentinel)
+
+
+def _see_off(descriptor: int, process: ForkProcess, connection: socket.socket) -> None:
+    """Let a client go whose child has ended; the child's own answer, if any, came first."""
+    process.join()
+    os.close(descriptor)
+    code = process.exitcode or 0
+    if code:
+        _answer(connection, f"exit {code}" if code > 0 else f"signal {-code}")
+    connection.close()
+    process.close()
 
 
 def _is_own(connection: socket.socket) -> bool:
     """Whether the client belongs to this user: the socket's mode says so already."""
+    return _ask_client(connection)[1] == os.getuid()
+
+
+def _ask_client(connection: socket.socket) -> tuple[int, int, int]:
+    """The client's process, user and group, from the kernel."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+    process, user, group = struct.unpack("3i", credentials)
+    return process, user, group
 
 
 def _answer(connection: socket.socket, text: str) -> None:
@@ -175,8 +204,15 @@ def _run_child(
         _answer(connection, f"cold it was started with another {difference}")
         return
     _end_with_client(connection)
-    _look_like(request, started_with)
+    try:
+        _look_like(request, connection)
+    except OSError as error:
+        _answer(connection, f"cold it cannot take the client's place: {error}")
+        return
+    # Those of the imports are the parent's; those of the job are to run, as in a cold process.
+    atexit._clear()
     status = _run_command(command, request.arguments)
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -216,7 +252,10 @@ def find_difference(request: Request, started_with: Mapping[str, str]) -> str | 
 
 
 def _end_with_client(connection: socket.socket) -> None:
-    """End this process when its client ends."""
+    """End this process when its client ends.
+
+    What the job forks must not hold the connection, since its end tells the client of the job's.
+    """
 
     def watch() -> None:
         with suppress(OSError):
@@ -224,21 +263,28 @@ def _end_with_client(connection: socket.socket) -> None:
         os._exit(75)
 
     threading.Thread(target=watch, daemon=True, name="client-watch").start()
+    os.register_at_fork(after_in_child=connection.close)
 
 
-def _look_like(request: Request, started_with: Mapping[str, str]) -> None:
-    """Take over the client's folder, environment, streams and arguments."""
+def _look_like(request: Request, connection: socket.socket) -> None:
+    """Take over the client's folder, environment, streams, arguments and process group."""
+    with suppress(OSError):  # Ctrl-Z, say, is for the whole group
+        os.setpgid(0, os.getpgid(_ask_client(connection)[0]))
     for number, descriptor in enumerate(request.descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request.folder)
-    for name in MAY_DIFFER & {*request.environment, *started_with}:
-        if name in request.environment:
-            os.environ[name] = request.environment[name]
-        else:
-            os.environ.pop(name, None)
+    for name in MAY_DIFFER:
+        _set_variable(name, request.environment.get(name))
     tempfile.tempdir = None
     sys.argv = ["halfscale", *request.arguments]
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _run_command(command: Command, arguments: list[str]) -> int:
@@ -246,6 +292,8 @@ def _run_command(command: Command, arguments: list[str]) -> int:
     try:
         command(arguments, prog_name="halfscale")
     except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # as the interpreter does
         traceback.print_exc()
