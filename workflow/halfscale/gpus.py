@@ -95,7 +95,7 @@ def _wait_for_slot(
                         return taken
                 busy, line = 0, _describe_wait(folder, gpus, runs)
             except FileNotFoundError:
-                continue
+                pass  # the folder, removed since
             except BlockingIOError:
                 busy += 1
                 if busy == _LOOKS_IN_SILENCE:
