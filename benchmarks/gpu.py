@@ -4,7 +4,8 @@ Holds one GPU as a job does, then prints a line a check, and one a figure:
 
 - the GPU that is held is the one that torch computes on; the settings that make runs repeat are on;
 - the default configuration and the controls on the workloads of ``config.yaml``: how they end;
-- every built-in workload, short: none fails, and the same run twice gives the same bytes;
+- every built-in workload, short, with each arm and the probe: none fails, and the same run twice
+  gives the same bytes;
 - 200 steps with overflows: LossScaler equals torch.amp.GradScaler bit for bit;
 - unscale + step + update against torch's, and a probe against the bf16 run it is of: ratios.
 
@@ -70,9 +71,10 @@ def run(spec: RunSpec | ProbeSpec) -> tuple[Result, list[str]]:
 def check_device(checks: Checks, held: str) -> None:
     """The GPU that is held, and no other, is torch's."""
     count, uuid = torch.cuda.device_count(), str(torch.cuda.get_device_properties(0).uuid)
-    checks.add(
-        count == 1 and held.endswith(uuid), "torch sees the GPU that is held", f"{count}, {uuid}"
-    )
+    # An instance may be held by its place, or be told by torch under its GPU's UUID.
+    same = held.startswith("MIG-") or held.endswith(uuid)
+    told = f"{count}, {uuid}, where {held} is held"
+    checks.add(count == 1 and same, "torch sees the GPU that is held", told)
 
 
 def check_settings(checks: Checks, device: str) -> None:
@@ -81,7 +83,8 @@ def check_settings(checks: Checks, device: str) -> None:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "no cuDNN benchmark": not torch.backends.cudnn.benchmark,
         "no TF32": not (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32),
-        "cuBLAS workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8",
+        # Either makes cuBLAS repeat.
+        "cuBLAS workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8"),
     }
     checks.add(all(found.values()), f"settings on {device}", found)
 
@@ -100,9 +103,10 @@ def check_default(checks: Checks, plan: Plan) -> None:
 
 
 def check_repeats(checks: Checks, plan: Plan) -> None:
-    """Every workload, short, twice under each precision."""
+    """Every workload, short: each arm and the probe, twice."""
     for workload in plan.workloads:
-        for spec in (plan.run(workload, "default", 0), plan.probe(workload, 0)):
+        arms = (plan.run(workload, arm, 0) for arm in plan.arms)
+        for spec in (*arms, plan.probe(workload, 0)):
             (first, rows), (_, again) = run(spec), run(spec)
             ended = f"{first.outcome}{f' ({first.error})' if first.error else ''}"
             usable = first.outcome not in ("failed", "out-of-memory")

@@ -4,9 +4,10 @@
 
 Run files are synthetic (written by the package's own writer), so that nothing is trained. Beside
 each plan stands a trivial Snakefile with as many jobs, as many output files, a log a job, a params
-string of the same length and one rule that takes all of them: what Snakemake itself costs. Both are
-timed in turn. Snakemake's records are written by its own --touch. CPU seconds stand beside wall
-seconds: on a machine that does other things as well, only their ratio means something.
+string as long as the longest of the plan's and one rule that takes all of them: what Snakemake
+itself costs. Both are timed in turn. Snakemake's records are written by its own --touch. CPU
+seconds stand beside wall seconds: on a machine that does other things as well, only their ratio
+means something.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_the_gpu_benchmark_checks_and_times_on_the_cpu(
     benchmark["time_all"](plan, "cpu", 2)
     printed = capsys.readouterr().out.splitlines()
     assert checks.failed == 0
-    assert [line[:4] for line in printed] == ["pass"] * 8 + ["time"] * 3
+    assert [line[:4] for line in printed] == ["pass"] * 11 + ["time"] * 3
 
     unstable = {"steps": 30, "samples": 32, "learning_rate": 1e9}
     benchmark["check_default"](checks, build_plan({**settings, "workloads": {"binary": unstable}}))

@@ -153,6 +153,35 @@ def test_a_divided_gpu_stands_for_its_instances(
     assert seen(monkeypatch, mask) == [uuid(number, "MIG") for number in visible]
 
 
+def sized(*sizes: int) -> list[dict[str, Any]]:
+    """Instances of so many GB each."""
+    return [
+        {
+            "uuid": uuid(n, "MIG"),
+            "model": f"Large MIG {size}gb",
+            "memory": size << 30,
+            "gi": n,
+            "ci": 0,
+        }
+        for n, size in enumerate(sizes)
+    ]
+
+
+def test_one_gpu_with_instances_of_several_sizes_is_one_model(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install([{"uuid": uuid(9), **LARGE, "instances": sized(5, 20, 5)}])
+    assert seen(monkeypatch) == [uuid(1, "MIG")], "they round differently: the largest alone"
+    assert seen(monkeypatch, "0") == [uuid(n, "MIG") for n in range(3)]
+
+
+def test_an_index_is_not_ambiguous_where_one_of_two_alike_is_divided(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install([{"uuid": uuid(9), **LARGE, "instances": sized(5)}, {"uuid": uuid(8), **LARGE}])
+    assert seen(monkeypatch, "1") == [uuid(8)]
+
+
 def test_one_instance_under_two_names_is_refused(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,29 +11,30 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 
+from halfscale import drawn as limits
 from halfscale.drawn import (
-    MOST_CURVE_POINTS,
     MOST_DRAWN,
     MOST_RANKED,
-    MOST_RUN_LINES,
     choose_drawn,
     choose_ranked,
     describe_drawn,
     draws_one_seed,
+    draws_seed_lines,
     steps_a_point,
 )
 from halfscale.fragments import Page
 from halfscale.html import MOST_ROWS, long_table
-from halfscale.plots import FIGURES, draw_loss, draw_scale, draw_skipped
+from halfscale.plots import FIGURES, draw_landscape, draw_loss, draw_scale, draw_skipped
 from halfscale.records import write_json
 from halfscale.svg import to_data_uri, to_svg
 
 from .crafted import Fate, Made, make, make_plan
 
-BY_CONFIGURATION = ("landscape", "loss", "scale", "skipped")
+BY_CONFIGURATION = ("loss", "scale", "skipped")
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +82,22 @@ def test_of_many_the_recommended_the_best_and_two_rejected_are_drawn() -> None:
     assert describe_drawn(verdict, "sweep") == describe_drawn(verdict, "window") == ""
 
 
+@pytest.mark.parametrize(
+    ("kept", "rejected", "recommended", "said"),
+    [
+        (30, 0, 0, ": the recommended one, then the best; the"),
+        (29, 1, 0, ": the recommended one, then the best, and 1 of those rejected; the"),
+        (4, 26, 0, ": the recommended one, then the best, and 6 of those rejected; the"),
+        (0, 30, 0, ": 10 of those rejected; the"),
+        (30, 0, 99, ": the best; the"),
+    ],
+)
+def test_it_is_said_which_are_drawn(kept: int, rejected: int, recommended: int, said: str) -> None:
+    verdict = verdict_of(kept, rejected, recommended)
+    for name in (*BY_CONFIGURATION, "landscape"):
+        assert said in describe_drawn(verdict, name)
+
+
 @pytest.mark.parametrize(("kept", "rejected"), [(30, 0), (0, 30), (4, 26), (29, 1)])
 def test_as_many_are_drawn_as_can_be(kept: int, rejected: int) -> None:
     drawn = choose_drawn(verdict_of(kept, rejected))
@@ -93,18 +110,22 @@ def test_a_long_ranking_ends_with_the_recommended_one() -> None:
     assert "30 of 60 configurations" in describe_drawn(verdict, "ranking")
 
 
-def test_lines_and_points_stay_below_a_bound_whatever_the_plan() -> None:
+def test_a_plan_of_usual_size_is_drawn_whole_and_of_a_large_one_it_is_said_what_is_left_out() -> (
+    None
+):
     small = verdict_of(5)
+    assert draws_seed_lines(small)
     assert not draws_one_seed(small)
     assert steps_a_point(small) == 1
-    for workloads, seeds, kept in ((20, 6, 10), (2, 100, 60), (200, 2, 60)):
-        large = verdict_of(kept, workloads=workloads, seeds=seeds)
-        lines = workloads * len(choose_drawn(large))
-        assert draws_one_seed(large) == (lines * seeds > MOST_RUN_LINES)
-        points = 13 * workloads * 100 / steps_a_point(large)
-        assert points <= MOST_CURVE_POINTS
+    large = verdict_of(60, workloads=200, seeds=2)
+    assert not draws_seed_lines(large)
     assert "Of each, seed 0 is drawn." in describe_drawn(large, "scale")
-    assert re.search(r"Each point stands for 13 steps", describe_drawn(large, "loss"))
+    assert describe_drawn(large, "loss").endswith("Each point stands for 13 steps of all seeds.")
+    long = verdict_of(2, workloads=1)
+    long["evidence"]["workloads"] = {"w0": 10_000}
+    assert describe_drawn(long, "loss") == (
+        "Each point stands for 18 steps of all seeds, on a thin line of one."
+    )
 
 
 def many(folder: Path, count: int) -> Made:
@@ -136,6 +157,47 @@ def test_figures_draw_the_chosen_ones_and_their_texts_have_all(made: Made) -> No
     figure, text = draw_skipped(evidence)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == drawn
     assert all(f"binary, {name}:" in text for name in made.plan.configurations)
+
+
+def test_lines_of_the_scale_stay_below_their_bound(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for bound, expected in ((2 * MOST_DRAWN, 2 * MOST_DRAWN), (2 * MOST_DRAWN - 1, MOST_DRAWN)):
+        monkeypatch.setattr(limits, "MOST_RUN_LINES", bound)
+        (axis,) = draw_scale(made.evidence())[0].axes
+        assert sum(line.get_marker() != "x" for line in axis.lines) == expected
+
+
+@pytest.mark.parametrize("bound", [10**6, 1000, 100])
+@pytest.mark.parametrize("seed_lines", [True, False])
+def test_points_of_the_losses_stay_below_their_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: int, seed_lines: bool
+) -> None:
+    plan = make_plan({"a": {}, "b": {}}, seeds=[0, 1], workloads={"binary": {"steps": 150}})
+    runs = 5 * 2
+    monkeypatch.setattr(limits, "MOST_SEED_LINES", runs if seed_lines else runs - 1)
+    monkeypatch.setattr(limits, "MOST_CURVE_POINTS", bound)
+    (axis,) = draw_loss(make(tmp_path, plan).evidence())[0].axes
+    lines = [line.get_xdata() for line in axis.lines if len(line.get_xdata())]
+    assert len(lines) == 5 + (runs if seed_lines else 0)
+    # The last point of a line may stand for fewer steps.
+    assert sum(map(len, lines)) < bound + len(lines)
+    assert min(map(len, lines)) > 1
+    # One point a place, else a line goes up and down in it.
+    assert all((np.diff(steps) > 0).all() for steps in lines)
+
+
+def test_of_policies_beside_torch_s_the_landscape_claims_no_mark(tmp_path: Path) -> None:
+    listed = {f"d{n:02}": {"policy": "deepspeed", "init_scale": 2.0 ** (4 + n)} for n in range(14)}
+    made = make(tmp_path, make_plan(listed, seeds=[0], workloads={"binary": {"steps": 30}}))
+    figure, text = draw_landscape(made.evidence())
+    assert {line.get_label() for axis in figure.axes for line in axis.lines} == {
+        "PyTorch's defaults"
+    }
+    assert "d00" not in text
+    said = describe_drawn(made.recommendation, "landscape")
+    assert said.startswith("Of 14 configurations 10 are looked for there: ")
+    assert said.endswith("; the text below has the costs of all that lie in it.")
 
 
 def test_pictures_grow_with_what_is_drawn_not_with_the_plan(made: Made, tmp_path: Path) -> None:

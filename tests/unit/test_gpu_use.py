@@ -49,8 +49,29 @@ def figures() -> dict[str, Any]:
 
 
 def test_the_driver_tells_of_this_process_alone(install: Install) -> None:
-    install(boards(2, busy=50, used=5))
+    install(boards(1, busy=50, used=5))
     assert figures() == TOLD
+
+
+def test_of_several_gpus_the_one_that_is_visible_is_watched(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(boards(2, busy=50, used=5))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid(1))
+    assert figures() == TOLD | {"uuid": uuid(1)}
+
+
+@pytest.mark.parametrize("mask", [None, "0,1", "1,0"])
+def test_where_several_are_visible_the_driver_is_not_asked_about_one(
+    install: Install, monkeypatch: pytest.MonkeyPatch, mask: str | None
+) -> None:
+    small, large = boards(2)
+    # Without a mask jobs are given the larger one alone, but CUDA shows both.
+    install([small | {"model": "Small", "memory": 1}, large] if mask is None else [small, large])
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    with watch_gpu() as watch:
+        assert watch is None
 
 
 def test_most_memory_and_mean_utilisation_are_kept(install: Install) -> None:
@@ -106,13 +127,17 @@ def test_an_instance_is_asked_about_itself(install: Install) -> None:
     assert figures() == TOLD | {"uuid": uuid(3, "MIG"), "process": 8, "utilisation": None}
 
 
-@pytest.mark.parametrize("spec", [tiny_spec(), ON_GPU], ids=["cpu", "cuda"])
-def test_a_run_on_the_cpu_has_no_gpu_to_tell_of(install: Install, spec: JobSpec) -> None:
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [(tiny_spec(), None), (ON_GPU, GpuUse(allocated=0, reserved=0, **TOLD))],
+    ids=["cpu", "cuda"],
+)
+def test_a_run_tells_of_a_gpu_if_it_is_on_one(
+    install: Install, spec: JobSpec, told: GpuUse | None
+) -> None:
     install(boards(1, busy=50, used=5))
     with watched_gpu(spec) as use:
-        told = use()
-    expected = GpuUse(allocated=0, reserved=0, **TOLD)
-    assert told == (expected if spec.device == "cuda" else None)
+        assert use() == told
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -145,6 +146,19 @@ def test_four_jobs_at_once_see_four_gpus_and_a_fifth_waits(machine: Make) -> Non
     assert fifth.mask == holders[2].mask
 
 
+def test_a_folder_that_is_removed_while_a_job_waits_is_made_again(machine: Make) -> None:
+    one = machine(boards(1))
+    folder = Path(one.environment["HALFSCALE_GPU_LOCKS"])
+    first = one.start()
+    assert first.mask == uuid(0)
+    second = one.start()
+    one.waits(second)
+    shutil.rmtree(folder)
+    # Its lock went with the folder.
+    assert second.mask == uuid(0)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
+
+
 def test_a_killed_job_frees_its_gpu(machine: Make) -> None:
     one = machine(boards(1))
     first = one.start()
@@ -159,14 +173,15 @@ def test_a_killed_job_frees_its_gpu(machine: Make) -> None:
 def test_a_job_killed_while_a_child_of_it_lives_frees_its_gpu(machine: Make) -> None:
     one = machine(boards(1))
     first = one.start(program=FORK)
-    assert first.mask == uuid(0)
-    first.process.kill()
-    first.process.wait()
     try:
+        assert first.mask == uuid(0)
+        first.process.kill()
+        first.process.wait()
         os.kill(int(first.says("child")[0]), 0)  # it lives
         assert one.start().mask == uuid(0)
     finally:
-        os.kill(int(first.says("child")[0]), signal.SIGKILL)
+        for child in first.says("child"):
+            os.kill(int(child), signal.SIGKILL)
 
 
 def test_eight_runs_two_a_gpu(machine: Make) -> None:
@@ -192,17 +207,12 @@ def test_who_chooses_chooses_alone(machine: Make) -> None:
     locks._make(folder)
     with locks._locked(folder):
         holder = one.start()
-        until(lambda: any_waits_for(folder), "it comes to the folder")
+        one.waits(holder)
+        assert holder.says("waiting") == [
+            f": a process keeps {folder} locked; fuser {folder} names it"
+        ]
         assert not list(folder.iterdir())
-        assert not holder.says("mask")
     assert holder.mask == uuid(0)
-
-
-def any_waits_for(folder: Path) -> bool:
-    """Whether a process waits for the lock on a folder, by the kernel's list of locks."""
-    inode = f":{folder.stat().st_ino} "
-    lines = Path("/proc/locks").read_text(encoding="utf-8").splitlines()
-    return any("->" in line and inode in line for line in lines)
 
 
 def test_a_run_that_allows_no_other_shares_with_none(machine: Make) -> None:
@@ -268,7 +278,10 @@ def test_a_preset_mask_is_kept_to(machine: Make) -> None:
         ({"CUDA_VISIBLE_DEVICES": "1,1"}, f"twice; write CUDA_VISIBLE_DEVICES={uuid(1)}"),
         ({"HALFSCALE_RUNS_PER_GPU": "0"}, "write HALFSCALE_RUNS_PER_GPU=1"),
         ({"HALFSCALE_RUNS_PER_GPU": "two"}, "write HALFSCALE_RUNS_PER_GPU=1"),
-        ({"HALFSCALE_GPU_LOCKS": "/proc/locks-of-gpus"}, "set HALFSCALE_GPU_LOCKS to a folder"),
+        (
+            {"HALFSCALE_GPU_LOCKS": "/proc/locks-of-gpus"},
+            "/proc/locks-of-gpus: No such file or directory; set HALFSCALE_GPU_LOCKS to a folder",
+        ),
     ],
 )
 def test_what_cannot_be_held_is_said_in_one_line(
@@ -347,6 +360,58 @@ def test_a_link_in_place_of_a_lock_is_not_followed(one_gpu: Path) -> None:
     assert precious.read_text() == "kept"
 
 
+def test_an_old_lock_is_as_a_new_one_once_it_is_held(one_gpu: Path) -> None:
+    with hold_gpu(say=lambda line: None):
+        (slot,) = one_gpu.iterdir()
+    # Killed before it got its rights, twelve days ago.
+    slot.chmod(0o600)
+    before = time.time()
+    os.utime(slot, (before - 12 * 86400,) * 2)
+    with hold_gpu(say=lambda line: None):
+        found = slot.stat()
+        # File systems round.
+        assert min(found.st_mtime, found.st_atime) > before - 10
+        assert stat.S_IMODE(found.st_mode) == 0o644
+
+
+def test_a_lock_that_vanishes_before_it_is_looked_at_is_nobody_s(
+    one_gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hold_gpu(say=lambda line: None):
+        (slot,) = one_gpu.iterdir()
+    listed = list(one_gpu.iterdir())
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(listed))
+    slot.unlink()
+    taken = locks._take_slot(one_gpu, locks.visible_gpus(), runs=1)
+    assert taken is not None
+    taken[1].release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
+def test_a_lock_that_cannot_be_read_costs_its_own_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory() as shared:
+        Path(shared).chmod(0o1777)
+        folder = Path(shared, "locks")
+        locks._make(folder)
+        closed = folder / "GPU-0.1.0.0.lock"
+        closed.touch(0o600)
+        gpus = [Gpu("GPU-0"), Gpu("GPU-1")]
+        monkeypatch.setattr(locks, "visible_gpus", lambda: gpus)
+        assert take_as(False, folder) == "taken"
+        assert [slot.name for slot in folder.iterdir() if slot != closed] == [
+            f"GPU-1.1.0.{NOBODY}.lock"
+        ]
+        del gpus[1]
+        assert take_as(False, folder) == "waits"
+        line = tell_as(False, lambda: locks._describe_wait(folder, gpus, 1))
+        assert line == (
+            "waiting: all GPUs this job may use (1) are taken by halfscale runs; runs_per_gpu: 1; "
+            f"counted as runs, since they cannot be read: {closed}"
+        )
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
 @pytest.mark.parametrize("first_is_root", [True, False])
 def test_users_wait_for_each_other(
@@ -391,7 +456,18 @@ def test_a_job_forked_from_a_process_with_torch_holds_a_gpu_until_it_is_killed(
 
 
 def take_as(root: bool, folder: Path) -> str:
-    """Try once, in another process, to get a slot of the GPU.
+    """Try once, in another process, to get a slot of the GPU."""
+
+    def take() -> str:
+        locks._make(folder)
+        with locks._locked(folder):
+            return "taken" if locks._take_slot(folder, locks.visible_gpus(), 1) else "waits"
+
+    return tell_as(root, take)
+
+
+def tell_as(root: bool, act: Callable[[], str]) -> str:
+    """What a function returns in another process, as root or as a user without rights.
 
     Forked, since the other user may not be allowed to read the interpreter's own folder.
     """
@@ -402,10 +478,7 @@ def take_as(root: bool, folder: Path) -> str:
             if not root:
                 os.setgid(NOBODY)
                 os.setuid(NOBODY)
-            locks._make(folder)
-            with locks._locked(folder):
-                taken = locks._take_slot(folder, locks.visible_gpus(), 1)
-            os.write(writing, b"taken" if taken else b"waits")
+            os.write(writing, act().encode())
         except BaseException as error:
             os.write(writing, repr(error).encode())
         finally:

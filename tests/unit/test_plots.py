@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -231,8 +232,10 @@ def test_runs_that_all_failed_before_their_first_step_are_drawn(
         landscape=evidence.landscape.iloc[:0],
         recommendation={**verdict, "scores": {}, "winning_set": [], "recommended": None},
     )
-    for name, draw in FIGURES.items():
-        draw(nothing)[0].savefig(tmp_path / f"{name}.svg")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, draw in FIGURES.items():
+            draw(nothing)[0].savefig(tmp_path / f"{name}.svg")
 
 
 def test_losses_that_are_not_finite_are_drawn(contested: Made, tmp_path: Path) -> None:

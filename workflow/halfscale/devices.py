@@ -53,10 +53,12 @@ class Board:
         uuid: The GPU's own UUID; empty if it does not answer.
         gpus: What processes can be given of it; nothing if it does not answer, or tells nothing of
             its instances.
+        model: The GPU's own product name, without that of its instances; empty if not told.
     """
 
     uuid: str
     gpus: tuple[Gpu, ...]
+    model: str = ""
 
 
 @contextmanager
@@ -105,8 +107,9 @@ def _describe_board(library: Any, index: int) -> Board:
         numbers = range(library.nvmlDeviceGetMaxMigDeviceCount(handle) if divided else 0)
     except library.NVMLError:
         divided, numbers = False, range(0)
+    whole = _describe(library, handle, uuid)
     if not divided:
-        return Board(uuid, (_describe(library, handle, uuid),))
+        return Board(uuid, (whole,), whole.model)
     instances = []
     for number in numbers:
         try:
@@ -117,7 +120,7 @@ def _describe_board(library: Any, index: int) -> Board:
         except library.NVMLError:
             continue
         instances.append(_describe(library, instance, name, (uuid, str(gi), str(ci))))
-    return Board(uuid, tuple(instances))
+    return Board(uuid, tuple(instances), whole.model)
 
 
 def _describe(
@@ -150,7 +153,8 @@ def read_mask(mask: str | None, boards: Sequence[Board], bus_order: bool) -> lis
 
     Args:
         mask: Indices, UUIDs or their beginnings, or names of MIG instances, with commas between.
-            None: all GPUs of one model, that with the most memory, since models round differently.
+            None: all GPUs of one model, that with the most memory, since models round differently;
+            instances of different sizes are different models.
         boards: What the driver lists. A GPU in MIG mode stands for all its instances.
         bus_order: Whether an index counts along the bus (``CUDA_DEVICE_ORDER=PCI_BUS_ID``).
 
@@ -170,7 +174,7 @@ def read_mask(mask: str | None, boards: Sequence[Board], bus_order: bool) -> lis
     if len({*entries}) < len(entries) or len({*found}) < len(found):
         once = ",".join(dict.fromkeys(gpu.uuid for gpu in found)) or entries[0]
         raise GpuError(f"{MASK}={mask} names a GPU twice; write {MASK}={once}")
-    models = {gpu.model for board in boards for gpu in board.gpus}
+    models = {board.model for board in boards if board.uuid}
     if found and isinstance(entries[0], int) and not bus_order and len(models) > 1:
         named = ",".join(gpu.uuid for gpu in found)
         raise GpuError(

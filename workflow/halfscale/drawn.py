@@ -14,12 +14,13 @@ from halfscale.plan import CONTROLS
 # As many as there are colours that can be told apart.
 MOST_DRAWN = 10
 MOST_RANKED = 30
-MOST_REJECTED = 2
+LEAST_REJECTED = 2
 # More lines of single runs, or points of curves, make the file large and the picture no clearer.
 MOST_RUN_LINES = 300
+MOST_SEED_LINES = 120
 MOST_CURVE_POINTS = 20_000
 
-_BY_CONFIGURATION = ("landscape", "loss", "scale", "skipped")
+_BY_CONFIGURATION = ("loss", "scale", "skipped")
 
 
 def rank(verdict: Mapping[str, Any]) -> list[str]:
@@ -33,12 +34,15 @@ def rank(verdict: Mapping[str, Any]) -> list[str]:
 
 
 def choose_drawn(verdict: Mapping[str, Any], most: int = MOST_DRAWN) -> list[str]:
-    """The configurations to draw, by name: all, or the recommended, the best and two rejected."""
+    """The configurations to draw, by name: all, or the recommended, the best and some rejected.
+
+    Two of those rejected are among them, if there are, and more where there is room.
+    """
     rejected = sorted(verdict["rejected"])
     kept = sorted(rank(verdict), key=lambda name: name != verdict["recommended"])
     if len(verdict["policies"]) <= most:
         return sorted(verdict["policies"])
-    few = rejected[: max(MOST_REJECTED, most - len(kept))]
+    few = rejected[: max(LEAST_REJECTED, most - len(kept))]
     return sorted([*kept[: most - len(few)], *few])
 
 
@@ -58,11 +62,20 @@ def draws_one_seed(verdict: Mapping[str, Any]) -> bool:
     return lines > MOST_RUN_LINES
 
 
+def draws_seed_lines(verdict: Mapping[str, Any]) -> bool:
+    """Whether the loss of each run is drawn as a thin line, since there are few."""
+    evidence = verdict["evidence"]
+    arms = len(verdict["policies"]) + len(CONTROLS)
+    return arms * len(evidence["workloads"]) * len(evidence["seeds"]) <= MOST_SEED_LINES
+
+
 def steps_a_point(verdict: Mapping[str, Any]) -> int:
     """How many steps one point of a loss curve stands for; 1 unless there are very many points."""
+    evidence = verdict["evidence"]
+    steps: Mapping[str, int] = evidence["workloads"]
+    lines = 1 + (len(evidence["seeds"]) if draws_seed_lines(verdict) else 0)
     arms = len(choose_drawn(verdict)) + len(CONTROLS)
-    steps: Mapping[str, int] = verdict["evidence"]["workloads"]
-    return math.ceil(arms * sum(steps.values()) / MOST_CURVE_POINTS)
+    return math.ceil(arms * lines * sum(steps.values()) / MOST_CURVE_POINTS)
 
 
 def describe_drawn(verdict: Mapping[str, Any], figure: str) -> str:
@@ -81,14 +94,27 @@ def describe_drawn(verdict: Mapping[str, Any], figure: str) -> str:
         )
     total, drawn = len(verdict["policies"]), choose_drawn(verdict)
     if figure in _BY_CONFIGURATION and len(drawn) < total:
-        rejected = sum(name in verdict["rejected"] for name in drawn)
         words = (
-            f"Drawn are {len(drawn)} of {total} configurations: the recommended one, then the best"
-            f"{f', and {rejected} of those rejected' if rejected else ''}; the numbers of all are "
-            "in the text below."
+            f"Drawn are {len(drawn)} of {total} configurations: {_describe_choice(verdict)}; the "
+            "numbers of all are in the text below."
+        )
+    if figure == "landscape" and len(drawn) < total:
+        words = (
+            f"Of {total} configurations {len(drawn)} are looked for there: "
+            f"{_describe_choice(verdict)}; the text below has the costs of all that lie in it."
         )
     if figure == "scale" and draws_one_seed(verdict):
         words += f" Of each, seed {verdict['evidence']['seeds'][0]} is drawn."
     if figure == "loss" and (width := steps_a_point(verdict)) > 1:
-        words += f" Each point stands for {width} steps of all seeds."
+        thin = ", on a thin line of one" if draws_seed_lines(verdict) else ""
+        words += f" Each point stands for {width} steps of all seeds{thin}."
     return words.strip()
+
+
+def _describe_choice(verdict: Mapping[str, Any]) -> str:
+    """Which ones `choose_drawn` chose."""
+    drawn = choose_drawn(verdict)
+    rejected = sum(name in verdict["rejected"] for name in drawn)
+    best = "the recommended one, then the best" if verdict["recommended"] in drawn else "the best"
+    kinds = [best] if rejected < len(drawn) else []
+    return ", and ".join([*kinds, *([f"{rejected} of those rejected"] if rejected else [])])

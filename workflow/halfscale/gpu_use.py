@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from halfscale.devices import GpuError, nvml, visible_gpus
+from halfscale.devices import MASK, Gpu, GpuError, list_boards, nvml, visible_gpus
 
 _SECONDS_BETWEEN_SAMPLES = 0.25
 
@@ -95,19 +95,27 @@ class GpuWatch:
 
 @contextmanager
 def watch_gpu() -> Iterator[GpuWatch | None]:
-    """Ask the driver four times a second, from a thread, about the first GPU that is visible.
+    """Ask the driver four times a second, from a thread, about the GPU that is visible.
 
-    None if the driver knows none.
+    None if the driver knows none, or if there are several: torch may compute on any of them.
     """
     with ExitStack() as stack:
         watch = None
         with suppress(GpuError):
-            gpus = visible_gpus()
+            gpus = _candidates()
             library = stack.enter_context(nvml())
-            with suppress(library.NVMLError, IndexError):
-                watch = GpuWatch(library, gpus[0].uuid)
-                stack.enter_context(_repeated(watch))
+            with suppress(library.NVMLError):
+                if len(gpus) == 1:
+                    watch = GpuWatch(library, gpus[0].uuid)
+                    stack.enter_context(_repeated(watch))
         yield watch
+
+
+def _candidates() -> list[Gpu]:
+    """All that CUDA may show; without a mask those as well that halfscale gives no job."""
+    if MASK in os.environ:
+        return visible_gpus()
+    return [gpu for board in list_boards() for gpu in board.gpus]
 
 
 @contextmanager

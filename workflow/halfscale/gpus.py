@@ -27,7 +27,10 @@ LOCKS = "HALFSCALE_GPU_LOCKS"
 
 # Not TMPDIR, which often differs from job to job.
 _FOLDER = Path("/tmp/halfscale-gpus")  # noqa: S108 - what it is gets checked
+_READABLE = 0o644
 _SECONDS_BETWEEN_LOOKS = 0.2
+# Who chooses needs some milliseconds; longer, and something is wrong.
+_LOOKS_IN_SILENCE = 25
 
 
 @contextmanager
@@ -80,22 +83,57 @@ def _wait_for_slot(
     gpus: Sequence[Gpu], runs: int, say: Callable[[str], object]
 ) -> tuple[Gpu, FileLock]:
     folder = Path(os.environ.get(LOCKS) or _FOLDER)
-    told = False
+    busy, told = 0, {""}
     try:
-        _make(folder)
         while True:
-            with _locked(folder):
-                if taken := _take_slot(folder, gpus, runs):
-                    return taken
-            if not told:
-                say(f"waiting: no run more fits on {len(gpus)} GPUs (runs_per_gpu: {runs})")
-                told = True
+            line = ""
+            # Each time anew: what cleans /tmp may remove the folder while a job waits.
+            _make(folder)
+            try:
+                with _locked(folder):
+                    if taken := _take_slot(folder, gpus, runs):
+                        return taken
+                busy, line = 0, _describe_wait(folder, gpus, runs)
+            except FileNotFoundError:
+                pass  # the folder, removed since
+            except BlockingIOError:
+                busy += 1
+                if busy == _LOOKS_IN_SILENCE:
+                    line = f"waiting: a process keeps {folder} locked; fuser {folder} names it"
+            if line not in told:
+                say(line)
+                told.add(line)
             time.sleep(_SECONDS_BETWEEN_LOOKS)
     except OSError as error:
+        remove = error.filename is not None and os.path.lexists(error.filename)
         raise GpuError(
-            f"{error.filename or folder}: {error.strerror}; remove it, or set {LOCKS} to a folder "
-            "on a local disk that all users of the GPUs can write"
+            f"{error.filename or folder}: {error.strerror}; {'remove it, or ' if remove else ''}"
+            f"set {LOCKS} to a folder on a local disk that all users of the GPUs can write"
         ) from error
+
+
+def _describe_wait(folder: Path, gpus: Sequence[Gpu], runs: int) -> str:
+    names = tuple(f"{_file_name(gpu)}." for gpu in gpus)
+    closed = [
+        str(slot)
+        for slot in sorted(folder.iterdir())
+        if slot.name.startswith(names) and not os.access(slot, os.R_OK)
+    ]
+    unread = f"; counted as runs, since they cannot be read: {', '.join(closed)}" if closed else ""
+    return (
+        f"waiting: all GPUs this job may use ({len(gpus)}) are taken by halfscale runs; "
+        f"runs_per_gpu: {runs}{unread}"
+    )
+
+
+@contextmanager
+def _no_umask() -> Iterator[None]:
+    """Make files with the rights that are asked for, from their first moment."""
+    umask = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(umask)
 
 
 def _make(folder: Path) -> None:
@@ -104,12 +142,8 @@ def _make(folder: Path) -> None:
     Raises:
         GpuError: If it is a link, or others could remove files in it.
     """
-    with suppress(FileExistsError):
-        umask = os.umask(0)
-        try:
-            folder.mkdir(mode=0o1777)
-        finally:
-            os.umask(umask)
+    with suppress(FileExistsError), _no_umask():
+        folder.mkdir(mode=0o1777)
     mode = folder.lstat().st_mode
     if not stat.S_ISDIR(mode) or (mode & 0o022 and not mode & stat.S_ISVTX):
         raise GpuError(f"{folder} is not a folder with the rights of /tmp; chmod 1777 {folder}")
@@ -117,10 +151,14 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Choose alone. The lock is on the folder itself, which every user can open."""
+    """Choose alone. The lock is on the folder itself, which every user can open.
+
+    Raises:
+        BlockingIOError: If another process has it.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(handle)
@@ -135,12 +173,26 @@ def _take_slot(folder: Path, gpus: Sequence[Gpu], runs: int) -> tuple[Gpu, FileL
         for slot in range(runs):
             # Each user has files of their own: those of others are only looked at. A forked child
             # of the run, such as a loader's worker, does not keep the lock: filelock closes it.
-            name = f"{_file_name(gpu)}.{runs}.{slot}.{os.getuid()}.lock"
-            lock = FileLock(folder / name, mode=0o644)
-            with suppress(Timeout):
+            path = folder / f"{_file_name(gpu)}.{runs}.{slot}.{os.getuid()}.lock"
+            lock = FileLock(path, mode=_READABLE)
+            with suppress(Timeout), _no_umask():
                 lock.acquire(timeout=0)
+                _renew(path, lock)
                 return gpu, lock
     return None
+
+
+def _renew(path: Path, lock: FileLock) -> None:
+    """Let a lock's file be as if it were made now, since it may be an old one.
+
+    What cleans ``/tmp`` goes by its age, and other users look at it.
+    """
+    try:
+        os.utime(path)
+        path.chmod(_READABLE)
+    except OSError:
+        lock.release()
+        raise
 
 
 def _file_name(gpu: Gpu) -> str:
@@ -155,7 +207,12 @@ def _limits_of_runs(folder: Path, gpu: Gpu) -> list[int]:
 
 
 def _is_held(slot: Path) -> bool:
-    handle = os.open(slot, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        handle = os.open(slot, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:  # removed since the folder was listed
+        return False
+    except PermissionError:  # of another user; it may well be held
+        return True
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

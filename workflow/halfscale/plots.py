@@ -14,7 +14,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from halfscale.drawn import choose_ranked, draws_one_seed, rank, steps_a_point
+from halfscale.drawn import choose_ranked, draws_one_seed, draws_seed_lines, rank, steps_a_point
 from halfscale.evidence import Evidence, add_shared_legend, panels_of
 from halfscale.plan import CONTROLS, LARGEST_FP16
 from halfscale.probe_plots import (
@@ -28,15 +28,12 @@ from halfscale.replay_plots import draw_calibration, draw_landscape
 from halfscale.style import INK, LIMIT, ArmStyle, apply_theme
 from halfscale.svg import to_svg
 
-# More seed lines than this make the file large and the picture no clearer.
-MOST_SEED_LINES = 120
-
 
 def draw_loss(evidence: Evidence) -> tuple[Figure, str]:
     """Loss curves: median over seeds, band from the lowest to the highest, thin seed lines."""
     figure, panels = panels_of(evidence)
     arms, width = [*evidence.drawn, *CONTROLS], steps_a_point(evidence.recommendation)
-    seed_lines = len(evidence.runs) <= MOST_SEED_LINES
+    seed_lines = draws_seed_lines(evidence.recommendation)
     for workload, axis in panels.items():
         steps = evidence.steps[evidence.steps["workload"] == workload]
         # Each point of a curve at the first of the steps that it stands for.
@@ -67,9 +64,12 @@ def _draw_bands(
         "ax": axis,
     }
     finite = steps[np.isfinite(steps["loss"]) & steps["configuration"].isin(order)]
+    if finite.empty:
+        return
     if thin:
         seeds = {"units": "seed", "linewidth": 0.5, "alpha": 0.35, "legend": False}
-        sns.lineplot(finite, y="loss", **look, **seeds)
+        runs = finite.groupby(["configuration", "seed", "step"])["loss"].median().reset_index()
+        sns.lineplot(runs, y="loss", **look, **seeds)
     # In one pass: seaborn's own estimator works through a group a step.
     groups = finite.groupby(["configuration", "step"])["loss"]
     band = groups.agg(["median", "min", "max"]).reset_index()

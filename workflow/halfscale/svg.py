@@ -28,5 +28,5 @@ def _shorten(number: re.Match[str]) -> str:
 
 
 def to_data_uri(svg: str) -> str:
-    """An SVG as the address of an image, safe in an attribute; a third shorter than in base64."""
+    """An SVG as the address of an image, safe in an attribute; shorter than in base64."""
     return f"data:image/svg+xml,{quote(' '.join(svg.splitlines()), safe=_UNQUOTED)}"
