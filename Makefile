@@ -11,7 +11,10 @@ export PATH := $(abspath $(BIN)):$(PATH)
 report: $(VENV)/.installed
 	snakemake --cores 4 --resources gpu=1 $(ARGS)
 
-test: lint types unit workflow slurm browser clone
+# The tests of Slurm mostly wait for it, and so run beside those of the workflow.
+test: lint types unit
+	$(MAKE) -j 2 --output-sync workflow slurm
+	$(MAKE) browser clone
 
 lint: $(VENV)/.installed-dev
 	ruff check .
