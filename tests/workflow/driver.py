@@ -231,6 +231,18 @@ def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
         return []
 
 
+def is_gone(process: psutil.Process) -> bool:
+    """Whether a process has ended; a zombie has, though its parent has not asked for it yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return all(map(is_gone, processes))
+
+
 def trainings(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The training jobs that a Snakemake is running."""
     found = []

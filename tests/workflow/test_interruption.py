@@ -11,6 +11,7 @@ import psutil
 from .driver import (
     NOTHING,
     Bench,
+    all_gone,
     children,
     finish,
     slow_training,
@@ -20,17 +21,6 @@ from .driver import (
 )
 
 TABLE = "results/tables/runs.csv"
-
-
-def all_gone(processes: list[psutil.Process]) -> bool:
-    return not any(is_alive(process) for process in processes)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def log_of(bench: Bench, arm: str) -> str:

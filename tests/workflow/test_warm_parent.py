@@ -22,6 +22,8 @@ from halfscale.planner import build_plan
 from halfscale.sources import PACKAGE
 from halfscale.warm.client import ADDRESS
 
+from .driver import is_gone
+
 THREADS = ("OMP", "GOTO", "OPENBLAS", "MKL", "VECLIB_MAXIMUM", "NUMEXPR")
 
 OWNER = """
@@ -187,13 +189,6 @@ def content(folder: Path) -> tuple[dict[str, object], dict[str, list[object]]]:
     return record, {name: [repr(v) for v in values] for name, values in trace.to_pydict().items()}
 
 
-def gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -343,7 +338,7 @@ def test_a_job_ends_with_its_client(owner: Owner, moody: Path, how: signal.Signa
     client.send_signal(how)
     client.communicate(timeout=20)
     assert client.returncode != 0
-    wait_until(lambda: gone(job))
+    wait_until(lambda: is_gone(job))
 
 
 def test_a_job_that_is_killed_fails_its_client(owner: Owner, moody: Path) -> None:
@@ -367,14 +362,14 @@ def test_jobs_outlive_a_killed_parent_and_after_three_they_are_cold(
         (parent,) = owner.parents
         parent.kill()
         wait_until(lambda: not owner.parents)
-    assert not gone(job)
+    assert not is_gone(job)
     status, log, _ = owner.train(spec, tmp_path / "cold")
     assert status == 0
     assert is_cold(log)
     assert content(tmp_path / "cold") == content(tmp_path / "warm0")
     client.kill()
     client.communicate()
-    wait_until(lambda: gone(job))
+    wait_until(lambda: is_gone(job))
     end(owner)
 
 
@@ -384,7 +379,7 @@ def test_a_killed_owner_takes_the_parent_along(start: Start, tmp_path: Path) -> 
     (parent,) = owner.parents
     owner.process.kill()
     owner.process.communicate()
-    wait_until(lambda: gone(parent))
+    wait_until(lambda: is_gone(parent))
     wait_until(lambda: not owner.socket.parent.exists())
 
 
@@ -396,7 +391,7 @@ def test_an_owner_that_ends_while_torch_is_imported_takes_the_parent_along(
     wait_until(lambda: owner.parents)
     (parent,) = owner.parents
     end(owner)
-    wait_until(lambda: gone(parent))
+    wait_until(lambda: is_gone(parent))
     client.kill()
     client.communicate()
 

@@ -14,6 +14,7 @@ from .driver import (
     ARMS,
     NOTHING,
     Bench,
+    all_gone,
     children,
     finish,
     slow_training,
@@ -35,13 +36,6 @@ def parents(process: subprocess.Popen[str]) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def logs(bench: Bench) -> str:
@@ -73,7 +67,7 @@ def test_runs_are_forked_from_one_parent_that_ends_with_the_workflow(bench: Benc
     assert len(trainings(process)) == 2
     finished = finish(process)
     assert finished.code == 0, finished.text
-    wait_until(lambda: all(map(is_gone, workers)), 10, "parent and children end")
+    wait_until(lambda: all_gone(workers), 10, "parent and children end")
     assert "no warm worker" not in logs(bench)
 
 
@@ -85,7 +79,7 @@ def test_no_worker_outlives_a_workflow_that_is_ended(bench: Bench, how: signal.S
     process.send_signal(how)
     if how == signal.SIGTERM:  # Snakemake lets running jobs finish
         finish(process)
-    wait_until(lambda: all(map(is_gone, [*workers, *clients])), 20, "every process ends")
+    wait_until(lambda: all_gone([*workers, *clients]), 20, "every process ends")
     finish(process)
     bench.environment = {}
     bench.make(TABLE)
@@ -119,7 +113,7 @@ def test_a_killed_parent_costs_nothing_but_time(bench: Bench) -> None:
     finished = finish(process)
     assert finished.code == 0, finished.text
     assert bench.plan(TABLE) == NOTHING
-    wait_until(lambda: all(map(is_gone, workers)), 10, "the children end")
+    wait_until(lambda: all_gone(workers), 10, "the children end")
 
 
 def test_a_dry_run_starts_no_parent_and_leaves_no_socket(bench: Bench, tmp_path: Path) -> None:
